@@ -66,6 +66,13 @@ def commands_of(page: Path) -> list[str]:
     return [part for part in parts if re.match(LAUNCHERS, part) and re.search(r"\.(py|sh)\b| -m ", part)]
 
 
+def parts_of(command: str) -> tuple[str, list[str]]:
+    """Return the script and the flags of a command."""
+    words = shlex.split(command)
+    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
+    return words[at].removeprefix("./"), words[at + 1 :]
+
+
 COMMANDS = [(page.name, command) for page in PAGES for command in dict.fromkeys(commands_of(page))]
 
 
@@ -78,12 +85,10 @@ def test_command_of_a_page_is_accepted(page, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for placeholder, value in PLACEHOLDERS.items():
         command = re.sub(placeholder, value, command)
-    words = shlex.split(command)
-    if "-m" in words:
-        assert util.find_spec(words[words.index("-m") + 1])
+    if " -m " in command:
+        assert util.find_spec(re.search(r" -m (\S+)", command)[1])
         return
-    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
-    script, argv = words[at].removeprefix("./"), words[at + 1 :]
+    script, argv = parts_of(command)
     if script in CREATED:
         return
     assert (REPO / script).is_file()
@@ -134,9 +139,7 @@ def runs(command: str) -> bool:
 def run(command: str) -> None:
     for pattern, smaller in (PLACEHOLDERS | SMALLER).items():
         command = re.sub(pattern, smaller, command)
-    words = shlex.split(command)
-    at = next(at for at, word in enumerate(words) if word.endswith((".py", ".sh")))
-    script, argv = words[at].removeprefix("./"), words[at + 1 :]
+    script, argv = parts_of(command)
     if script == "train.py":
         argv += TRAINED
         if not re.search("--(resume|eval_only|dry_run|checkpoint_dir)", command):  # a new run, which needs a folder

@@ -76,28 +76,24 @@ def plain_losses(model: GPT, example: Example) -> list[torch.Tensor]:
     return found
 
 
-def plain_choices(model: GPT, examples: list[Example], by) -> list[int]:
-    """Return the ending of each example for which by(its losses, its text) is lowest."""
+BY = {
+    "sum": lambda losses, text: losses.sum().item(),
+    "mean": lambda losses, text: losses.mean().item(),
+    "character": lambda losses, text: losses.sum().item() / len(text),
+}
+
+
+def plain_choices(model: GPT, examples: list[Example], by: str) -> list[int]:
+    """Return the ending of each example for which BY[by](its losses, its text) is lowest."""
     choices = []
     for example in examples:
-        values = [by(losses, text) for losses, text in zip(plain_losses(model, example), example.endings, strict=True)]
+        endings = zip(plain_losses(model, example), example.endings, strict=True)
+        values = [BY[by](losses, text) for losses, text in endings]
         choices.append(values.index(min(values)))
     return choices
 
 
-def by_sum(losses: torch.Tensor, text: str) -> float:
-    return losses.sum().item()
-
-
-def by_mean(losses: torch.Tensor, text: str) -> float:
-    return losses.mean().item()
-
-
-def by_character(losses: torch.Tensor, text: str) -> float:
-    return losses.sum().item() / len(text)
-
-
-def plain_score(model: GPT, examples: list[Example], by) -> float:
+def plain_score(model: GPT, examples: list[Example], by: str) -> float:
     choices = plain_choices(model, examples, by)
     return sum(choice == example.label for choice, example in zip(choices, examples, strict=True)) / len(examples)
 
@@ -107,10 +103,10 @@ def test_scores_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per
     monkeypatch.setitem(TOKENS_PER_BATCH, "cpu", tokens_per_batch)
     some = examples()
     scores = score_examples(model, trees_of(some), CPU)
-    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, by_sum), plain_score(model, some, by_mean))
+    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, "sum"), plain_score(model, some, "mean"))
     assert scores.acc != scores.acc_norm
     assert scores.num_examples == 24
-    for by, kind in ((by_sum, "acc"), (by_mean, "acc_norm")):
+    for by, kind in (("sum", "acc"), ("mean", "acc_norm")):
         choices = plain_choices(model, some, by)
         right = [example._replace(label=choice) for example, choice in zip(some, choices, strict=True)]
         assert getattr(score_examples(model, trees_of(right), CPU), kind) == 1
@@ -163,8 +159,8 @@ def test_lm_eval_normalizes_by_characters(model):
     """The harness's texts, scored by a plain loop."""
     some = [lm_eval_hellaswag(row_of(example) | {"activity_label": "Cooking"}) for example in examples()]
     scores = score_examples(model, trees_of(some), CPU)
-    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, by_sum), plain_score(model, some, by_character))
-    assert scores.acc_norm != plain_score(model, some, by_mean)  # otherwise the comparison above proves nothing
+    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, "sum"), plain_score(model, some, "character"))
+    assert scores.acc_norm != plain_score(model, some, "mean")  # otherwise the comparison above proves nothing
 
 
 def test_evaluation_turns_dropout_off_and_training_mode_on_again(model):
@@ -278,7 +274,7 @@ def command(model, tmp_path, capsys):
 
 @pytest.mark.parametrize(("argv", "count"), [([], 24), (["latest"], 24), (["--limit", "5"], 5)])
 def test_the_command_scores_a_checkpoint(command, model, argv, count):
-    acc, acc_norm = (plain_score(model, examples()[:count], by) for by in (by_sum, by_mean))
+    acc, acc_norm = (plain_score(model, examples()[:count], by) for by in ("sum", "mean"))
     out, err = command(*argv)
     assert out.endswith(f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({count} examples)\n")
     assert "warning" not in err

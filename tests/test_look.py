@@ -1,16 +1,13 @@
 """Tests of look.py: what it says of a folder of shards, the rows of a step, rows as text, and its errors."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
-from conftest import REPO, TINY, load, metrics, run_here, write_data
+from conftest import TINY, load, metrics, run_here, write_data
 from test_survey import BEGIN, ids_of
 from test_tokenizer import need_gpt2
 from test_tokenizer_json import byte_tokenizer
@@ -155,14 +152,6 @@ def test_ids_without_text_are_named():
     assert visible([0, 1, 2, 3, 4, 5, 0, 2, 1], Tokenizer(encoding, ".")) == (
         "é⟨<pad>⟩⟨<\\x1b[2J>⟩⟨id 4⟩\n⟨document⟩\\xc3⟨<pad>⟩\\xa9"
     )
-
-
-def test_text_survives_a_terminal_of_ascii(tmp_path):
-    write(tmp_path / "data", train=[ids_of("café")])
-    words = [sys.executable, REPO / "look.py", tmp_path / "data", "--rows", "1"]
-    done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True)
-    assert done.returncode == 0
-    assert rb"\u27e8document\u27e9caf\xe9" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import re
 import shutil
 import tempfile
 import weakref
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import chdir, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 
@@ -62,6 +63,26 @@ def replayed(workdir, monkeypatch, capsys):
     return replayed
 
 
+PAST: dict[tuple, Path] = {}
+
+
+@pytest.fixture
+def past(workdir, tmp_path_factory) -> Callable:
+    """past(*flags, killed=step) puts a run into the working directory, killed before that step; each trains once."""
+
+    def past(*flags: str, killed: int = 0) -> None:
+        if (key := (flags, killed)) not in PAST:
+            PAST[key] = tmp_path_factory.mktemp("past")
+            write_data(PAST[key] / "data")
+            with chdir(PAST[key]):
+                if killed:
+                    killed_before(killed, *flags)
+                assert run_here(*flags, *["--resume"] * bool(killed)) == 0
+        shutil.copytree(PAST[key], workdir, dirs_exist_ok=True)
+
+    return past
+
+
 def repeated(first: int, count: int) -> str:
     """Return the line about the records of a part that begins at a step."""
     same = "bit for bit the same losses, gradient norms and learning rates"
@@ -102,9 +123,8 @@ def rewrite(path: str, change) -> None:
 # equal
 
 
-def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint(replayed):
-    killed_before(5, "--dropout", "0.1", *EVERY_2)
-    assert run_here("--resume", "--dropout", "0.1", *EVERY_2) == 0
+def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint(replayed, past):
+    past("--dropout", "0.1", *EVERY_2, killed=5)
     assert replayed("--steps", "0:8") == (0, [
         f"steps 0 to 3: {AS_RECORDED}", repeated(0, 4), f"steps 4 to 7: {AS_RECORDED}", repeated(4, 4), saved(4, 8)
     ])  # fmt: skip
@@ -114,9 +134,8 @@ def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint(replayed):
     assert replayed("--step", "6")[1][-1] == repeated(6, 1)
 
 
-def test_a_replay_holds_one_model_at_a_time(replayed, monkeypatch):
-    killed_before(5, *EVERY_2)
-    assert run_here("--resume", *EVERY_2) == 0
+def test_a_replay_holds_one_model_at_a_time(replayed, past, monkeypatch):
+    past("--dropout", "0.1", *EVERY_2, killed=5)
     models, build = [], replay.build
 
     def build_one(*args):
@@ -185,8 +204,8 @@ def test_the_mirror_has_what_the_folder_lacks(replayed, workdir, capsys):
 # different
 
 
-def test_a_number_changed_in_the_records_is_named(replayed):
-    assert run_here(*EVERY_2) == 0
+def test_a_number_changed_in_the_records_is_named(replayed, past):
+    past(*EVERY_2)
     path = Path("logs/metrics.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     [record] = [record for record in records if record["step"] == 5 and "loss" in record]
@@ -214,8 +233,8 @@ def test_another_position_in_the_data_is_named(replayed, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["weight", "exp_avg_sq"])
-def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, kind):
-    assert run_here(*EVERY_2) == 0
+def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, past, kind):
+    past(*EVERY_2)
     name = "h.1.mlp.c_fc.weight"
 
     def flip(checkpoint: dict) -> None:
@@ -231,8 +250,8 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, kind):
     assert replayed("--step", "7")[0] == 1  # because it starts from there
 
 
-def test_a_bit_flipped_in_a_shard_is_named(replayed, workdir):
-    assert run_here() == 0
+def test_a_bit_flipped_in_a_shard_is_named(past, workdir):
+    past(*EVERY_2)
     path = workdir / "data/tiny_train_000002.npy"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -275,13 +294,8 @@ def test_a_run_on_two_ranks_is_replayed_equally_on_two_and_closely_on_one(replay
 
 
 def test_what_differs_from_the_recorded_start_is_named(monkeypatch):
-    here = {
-        "ranks": 1,
-        "device": "NVIDIA H100",
-        "torch": torch.__version__,
-        "commit": "c0ffee",
-        "options": {"deterministic": False},
-    }
+    here = {"ranks": 1, "device": "NVIDIA H100", "torch": torch.__version__, "commit": "c0ffee"}
+    here["options"] = {"deterministic": False}
     monkeypatch.setattr(replay, "device_name", lambda _: "NVIDIA H100")
     gpu = Ranks(torch.device("cuda"))
     assert [*replay.changes(here, gpu)] == ["CUDA without --deterministic"]
@@ -309,22 +323,24 @@ def test_what_is_not_compared_is_told(replayed):
     assert replayed("--steps", "4:7")[1][1:] == [other, saved(2, 8)]
     Path("logs/metrics.jsonl").unlink()
     assert replayed("--steps", "4:7")[1][1:] == [saved(2, 8)]
-    with pytest.raises(
-        UserError, match=r"nothing to compare steps 0 to 0 with: no checkpoint is left, and logs/metrics.* lacks"
-    ):
+    nothing = r"nothing to compare steps 0 to 0 with: no checkpoint is left, and logs/metrics.* lacks"
+    with pytest.raises(UserError, match=nothing):
         main(["--step", "0"])
 
 
-def test_checkpoints_that_are_gone_or_vanish_meanwhile(replayed, monkeypatch, capsys):
-    assert run_here("--keep_checkpoints", "2", *EVERY_2) == 0
-    for flags in (["--step", "5"], ["--steps", "3:7"]):
-        last = flags[1][-1]
-        with pytest.raises(
-            UserError,
-            match=f"no checkpoint of step {flags[1][0]} or before it is left; steps that can be replayed: from 6 on, "
-            f"or --steps 0:{last}$",
-        ):
-            main(flags)
+@pytest.mark.parametrize(("flags", "last"), [(["--step", "5"], 5), (["--steps", "3:7"], 7)])
+def test_checkpoints_that_are_gone_are_named(past, flags, last):
+    past(*EVERY_2)
+    for step in (2, 4):
+        Path(f"checkpoints/rolling_step_00000{step}.pt").unlink()
+    left = f"steps that can be replayed: from 6 on, or --steps 0:{last}$"
+    with pytest.raises(UserError, match=f"no checkpoint of step {flags[1][0]} or before it is left; {left}"):
+        main(flags)
+
+
+def test_a_checkpoint_that_vanishes_meanwhile_is_not_needed(replayed, past, monkeypatch):
+    past(*EVERY_2)
     there = files.checkpoint_files(Path("checkpoints"))
-    monkeypatch.setattr(files, "checkpoint_files", lambda folder: [*there, folder / "rolling_step_000004.pt"])
+    monkeypatch.setattr(files, "checkpoint_files", lambda folder: there)
+    Path("checkpoints/rolling_step_000004.pt").unlink()
     assert replayed("--steps", "6:7")[0] == 0

@@ -176,13 +176,14 @@ def test_a_plan_that_fails_prints_the_error_and_starts_nothing(session, capsys):
     assert not session.started
 
 
-def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(workdir, monkeypatch, capsys):
-    monitor = Path("monitor.py")
-    monitor.write_text("import sys; open('shown', 'w').write(sys.argv[1])")
-    monkeypatch.setattr(start_training, "MONITOR", monitor)
+def test_training_outlives_ctrl_c_in_the_monitor_and_stops_at_a_signal_of_its_own(workdir, monkeypatch, capsys):
+    """The terminal sends Ctrl-C to this process and to the monitor."""
+    monitor = "import os, signal, sys, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5)"
+    Path("monitor.py").write_text(f"{monitor}; open('ended', 'w').write(sys.argv[1])")
+    monkeypatch.setattr(start_training, "MONITOR", Path("monitor.py"))
     words = command("--max_steps", "1000000")
     assert start_training.train_and_watch(words, Path("checkpoints"), Path("logs/console.txt")) == 0
-    assert Path("shown").read_text() == "checkpoints"
+    assert Path("ended").read_text() == "checkpoints"
     last = capsys.readouterr().out
     process = int(re.search(r"training continues as process (\d+); its output: logs/console.txt", last)[1])
     assert f"kill -INT {process}" in last and os.getsid(process) == process
@@ -193,33 +194,12 @@ def test_training_runs_on_in_the_background_and_an_interrupt_stops_it(workdir, m
 
 
 def test_training_that_dies_at_its_start_shows_its_last_lines_and_no_monitor(workdir, monkeypatch, capsys):
+    """Also beside the status and the output of an earlier start, which was killed."""
     monkeypatch.setattr(start_training, "MONITOR", workdir / "missing.py")
+    Path("status.json").write_text('{"status": "running", "doing": "training"}')
     Path("console.txt").write_text("of an earlier start\n")
-    dies = [sys.executable, "-c", "print('step 0'); exit('error: no disk')"]
+    dies = [sys.executable, "-c", "import time; print('step 0'); time.sleep(0.5); exit('error: no disk')"]
     assert start_training.train_and_watch(dies, workdir, Path("console.txt")) == 1
     shown = capsys.readouterr().out
     assert "step 0" in shown and "error: no disk" in shown
     assert "training has ended with status 1" in shown and "of an earlier start" not in shown
-
-
-def test_the_status_of_a_killed_run_does_not_open_the_monitor(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(start_training, "MONITOR", workdir / "missing.py")
-    Path("status.json").write_text('{"status": "running", "doing": "training"}')
-    dies = [sys.executable, "-c", "import time; time.sleep(1); exit('error: no data')"]
-    assert start_training.train_and_watch(dies, workdir, Path("console.txt")) == 1
-    assert "error: no data" in capsys.readouterr().out
-
-
-def test_ctrl_c_in_the_monitor_ends_the_monitor_only(workdir, monkeypatch, capsys):
-    """The terminal sends it to this process and to the monitor."""
-    monitor = Path("monitor.py")
-    monitor.write_text(
-        "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(0.5)\nopen('ended', 'w')"
-    )
-    monkeypatch.setattr(start_training, "MONITOR", monitor)
-    runs = """import time; open('status.json', 'w').write('{"status": "running"}'); time.sleep(60)"""
-    trains = [sys.executable, "-c", runs]
-    assert start_training.train_and_watch(trains, workdir, Path("console.txt")) == 0
-    assert Path("ended").exists()
-    os.kill(process := int(re.search(r"process (\d+)", capsys.readouterr().out)[1]), signal.SIGKILL)
-    os.waitpid(process, 0)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pytest
 from conftest import REPO
 
+import prepare_dataset
+import train
 from steadygpt import __version__, git_commit
 from steadygpt.base.options import UserError, option, parse_options
 
@@ -43,11 +45,16 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}])
 @pytest.mark.parametrize("body, status, stderr", ENDINGS.values(), ids=ENDINGS)
-def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr, environment):
+def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr):
+    assert run(f"def main():\n print('printed')\n {body}\nrun_cli(main)") == (status, "printed\n", stderr)
+
+
+@pytest.mark.parametrize("name", ["result", "user error", "Ctrl-C"])
+def test_a_rank_ends_with_the_same_exit_status_and_line(name):
+    body, status, stderr = ENDINGS[name]
     program = f"def main():\n print('printed')\n {body}\nrun_cli(main)"
-    assert run(program, **environment) == (status, "printed\n", stderr)
+    assert run(program, RANK="0") == (status, "printed\n", stderr)
 
 
 @pytest.mark.parametrize("raised", ["OSError(5, 'Input/output error', 'data/a')", "PermissionError(13, 'denied')"])
@@ -127,12 +134,14 @@ def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(kind, 
     assert run(program, LOCAL_RANK="1") == (2, "", "error: no memory\n")  # left behind, without torchrun
 
 
-@pytest.mark.parametrize("command", ["train.py", "prepare_dataset.py"])
-def test_version_is_one_line_with_the_commit(command):
-    done = subprocess.run([sys.executable, REPO / command, "--version"], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("main", [train.main, prepare_dataset.main])
+def test_version_is_one_line_with_the_commit(main, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    out, err = capsys.readouterr()
     commit = f", commit {git_commit()[:12]}" if git_commit() else ""
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.rstrip("+\n") == f"SteadyGPT {__version__}{commit}"
+    assert (ended.value.code, err) == (None, "")
+    assert out.rstrip("+\n") == f"SteadyGPT {__version__}{commit}" and out.count("\n") == 1
 
 
 def test_an_incomplete_installation_is_refused_in_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -27,10 +28,11 @@ with torch.device("meta"):
     MODEL = new_model(CONFIG, CONFIG.shape(50257))
 N = sum(p.numel() for p in MODEL.parameters())
 BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
-SMALL = "--num_layers 4 --num_heads 2 --embd_size 64 --context_length 1024 --mini_batch_size 2 --total_batch_size 4096"
+SMALL = "--num_layers 4 --num_heads 2 --embd_size 64 --context_length 512 --mini_batch_size 2 --total_batch_size 4096"
 UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
 
 
+@cache
 def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
     return estimate_memory(dataclasses.replace(CONFIG, **changes), MODEL, Ranks(GPU, world_size=world_size))
 
@@ -148,39 +150,38 @@ def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(tmp_path,
         train.main("--mix a,b --dry_run".split())
 
 
-def test_validation_is_at_the_end_of_a_run_that_is_shorter_than_its_interval(workdir, capsys):
-    assert run_here("--dry_run", "--eval_freq", "250", "--eval_tokens", "32") == 0
+@pytest.mark.parametrize(("flags", "planned"), [
+    ("--eval_freq 250 --eval_tokens 32", "validation   32 of 192 tokens at the end\n"),  # the run is shorter
+    ("--eval_freq 4 --eval_tokens 32", "validation   32 of 192 tokens every "),
+    ("--eval_freq 4 --eval_tokens 192", "validation   192 tokens every "),
+    ("--eval_freq 0 --eval_tokens 32", "plus 0.0% for evaluation;"),
+    ("--eval_freq 1 --eval_tokens 192 --total_batch_size 32", "plus 200.0% for evaluation;"),
+])  # fmt: skip
+def test_plan_says_when_and_on_how_much_is_validated(workdir, capsys, flags, planned):
+    assert run_here("--dry_run", *flags.split()) == 0
     out = capsys.readouterr().out
-    assert "validation   32 of 192 tokens at the end\n" in out
-    assert run_here("--dry_run", "--eval_freq", "1", "--eval_tokens", "192", "--total_batch_size", "32") == 0
-    assert "plus 200.0% for evaluation;" in capsys.readouterr().out
+    assert planned in out
+    assert ("of 192 tokens" in out) == ("of 192" in planned)
 
 
-def test_plan_says_what_eval_tokens_leaves_out(workdir, capsys):
-    note = "validation   32 of 192 tokens every "
-    assert run_here("--dry_run", "--eval_freq", "4", "--eval_tokens", "32") == 0
-    assert note in capsys.readouterr().out
-    for flags in (("--eval_freq", "4", "--eval_tokens", "192"), ("--eval_freq", "0", "--eval_tokens", "32")):
-        assert run_here("--dry_run", *flags) == 0
-        assert "of 192 tokens" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("files", [40, 14])
-def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flags(workdir, monkeypatch, capsys, files):
+def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flags(workdir, monkeypatch, capsys):
     run_here("--checkpoint_dir", "a")
     tensors = named_tensors(load("a/latest.pt")).values()
     size = sum({t.data_ptr(): t.nbytes for t in tensors}.values())  # a tied head counts once
-    monkeypatch.setattr("steadygpt.run.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=size * (files + 0.5)))
-    capsys.readouterr()
-    run_here("--max_steps", "10000", "--dry_run")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-    assert "each, at most 555 in checkpoints" in line
+
+    def planned(files: int, *flags: str) -> str:
+        """Return the line about checkpoints on a disk with room for so many files."""
+        free = size * (files + 0.5)
+        monkeypatch.setattr("steadygpt.run.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+        capsys.readouterr()
+        run_here("--max_steps", "10000", "--dry_run", *flags)
+        return re.search("^checkpoints .*$", capsys.readouterr().out, re.MULTILINE)[0]
+
     advice = "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
-    assert line.endswith(f" -- NOT ENOUGH; {advice}")
-    run_here("--max_steps", "10000", "--dry_run", "--keep_epochs", "1")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints ")]
-    assert "each, at most 15 in checkpoints" in line
-    assert ("NOT ENOUGH" in line) == (files < 15)
+    assert planned(40).endswith(f" -- NOT ENOUGH; {advice}")
+    assert "each, at most 555 in checkpoints" in planned(40)
+    assert "NOT ENOUGH" not in planned(40, "--keep_epochs", "1")
+    assert re.search("each, at most 15 in checkpoints.*NOT ENOUGH", planned(14, "--keep_epochs", "1"))
 
 
 @pytest.mark.parametrize("available", [10**5, 10**9])
@@ -237,8 +238,9 @@ with torch.device("meta"):
     SKETCH = new_model(AUTO, AUTO.shape(257))
 
 
-def needed(rows: int, world_size: int = 1) -> float:
-    return needed_bytes(dataclasses.replace(AUTO, mini_batch_size=rows), SKETCH, Ranks(CPU, world_size=world_size))
+@cache
+def needed(rows: int) -> float:
+    return needed_bytes(dataclasses.replace(AUTO, mini_batch_size=rows), SKETCH, Ranks(CPU))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])

@@ -1,15 +1,29 @@
-"""The names under which a step is saved, and the length of a run in its records."""
+"""The learning rate, the names under which a step is saved, and the length of a run in its records."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from conftest import load, run_here
 
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import Schedule
 
 FOUR_ROWS = TrainConfig(context_length=16, total_batch_size=64, max_steps=9, warmup_steps=0, checkpoint_freq=4)
+
+
+@pytest.mark.parametrize(("schedule", "rates"), [
+    ("cosine", [1.0, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2]),
+    ("wsd", [1.0, 1.0, 1.0, 0.6, 0.2]),
+    ("constant", [1.0] * 5),
+])  # fmt: skip
+def test_the_learning_rate_rises_in_a_line_and_falls_as_the_schedule_says(schedule, rates):
+    config = replace(FOUR_ROWS, schedule=schedule, max_lr=1.0, min_lr=0.2, warmup_steps=4, max_steps=12, cooldown=1 / 3)
+    found = [Schedule(config).learning_rate(step) for step in range(13)]
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[4::2] == pytest.approx(rates)
 
 
 def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_their_names():

@@ -18,16 +18,7 @@ def summary(workdir) -> dict[str, str]:
 def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     run_here("--eval_freq", "4", "--checkpoint_freq", "4", "--gpu_hour_cost", "3600")
     found, losses, bits = summary(workdir), metrics("logs", "val_loss"), metrics("logs", "val_bpb")
-    assert [*found] == [
-        "time",
-        "tokens",
-        "speed",
-        "loss",
-        "memory",
-        "cost",
-        "saves",
-        "next",
-    ]
+    assert [*found] == ["time", "tokens", "speed", "loss", "memory", "cost", "saves", "next"]
     assert re.fullmatch(r"\d.* s, \d+ s of it training \(8 steps\)", found["time"])
     assert re.fullmatch(r"512, 0\.\d\d per parameter", found["tokens"])
     assert re.fullmatch(r"[\d,]+ tokens/s, [\d.]+ steps/s, fp32", found["speed"])
