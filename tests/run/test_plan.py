@@ -17,7 +17,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import named_tensors
 from steadygpt.config import TrainConfig, parse_args
-from steadygpt.machine.device import autocast
+from steadygpt.machine.device import autocast, is_out_of_memory
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run import plan as plans
 from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, micro_step_bytes, needed_bytes, with_fitting_rows
@@ -28,7 +28,7 @@ with torch.device("meta"):
     MODEL = new_model(CONFIG, CONFIG.shape(50257))
 N = sum(p.numel() for p in MODEL.parameters())
 BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
-SMALL = "--num_layers 4 --num_heads 2 --embd_size 64 --context_length 512 --mini_batch_size 2 --total_batch_size 4096"
+SMALL = "--num_layers 4 --num_heads 2 --embd_size 64 --context_length 1024 --mini_batch_size 2 --total_batch_size 4096"
 UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
 
 
@@ -52,29 +52,17 @@ def allocated_bytes(config: TrainConfig) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("flags", [
     "", "--loss_chunk_size 512", "--activation_checkpointing", "--loss_chunk_size 512 --activation_checkpointing",
     "--dropout 0.1", "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off",
     "--norm rmsnorm_no_weight --activation relu2 --logit_softcap 15 --num_kv_heads 1 --rotary_pct 1 --num_layers 7",
-    "--parallel_residual on --context_length 256 --mini_batch_size 4",
+    "--parallel_residual on --context_length 256 --mini_batch_size 4", "--precision fp32",
+    "--precision fp32 --loss_chunk_size 512 --activation_checkpointing", "--precision fp32 --dropout 0.1",
 ])  # fmt: skip
-def test_counted_bytes_are_those_that_pytorch_allocates(flags, precision):
-    config, _ = parse_args([*SMALL.split(), "--precision", precision, *flags.split()])
+def test_counted_bytes_are_those_that_pytorch_allocates(flags):
+    config, _ = parse_args([*SMALL.split(), "--precision", "bf16", *flags.split()])
     counted = sum(micro_step_bytes(config, config.shape(500), CPU))
     assert counted == pytest.approx(allocated_bytes(config), rel=0.03)
-
-
-@pytest.mark.parametrize(("flags", "measured_gb", "within"), [
-    ("--config gpt2", 15.5, 0.01), ("--config gpt2 --precision fp32", 28.4, 0.01), ("--config modern", 16.9, 0.01),
-    ("--config gpt2-1b", 24.5, 0.01), ("--config small_32k", 5.23, 0.08),
-])  # fmt: skip
-def test_estimates_are_what_an_h100_has_needed(flags, measured_gb, within):
-    """In benchmarks/RESULTS.md, with torch.compile."""
-    config, _ = parse_args(["--precision", "bf16", *flags.split()])
-    with torch.device("meta"):
-        model = new_model(config, config.shape(50257))
-    assert sum(estimate_memory(config, model, Ranks(GPU))[0].values()) / 1e9 == pytest.approx(measured_gb, rel=within)
 
 
 @pytest.mark.parametrize(("world_size", "changes", "expected"), [
@@ -127,21 +115,12 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert "time         unknown here; on 1 x NVIDIA H100" in plan
     assert ": 100,000 steps, plus 1.4% for evaluation; run --dry_run measure\n" in plan
     assert list(tmp_path.iterdir()) == []
-    assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes") == 0
-    plan = capsys.readouterr().out
-    assert "planned with the vocabulary of --tokenizer bytes\n" in plan
-    assert "\nvalidation " not in plan  # --eval_freq 0
-    shape = ("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "40")
-    assert run_here("--dry_run", "--data_dir", "nowhere", "--tokenizer", "bytes", *shape) == 0
-    assert (
-        "steps        80, each of " in (plan := capsys.readouterr().out)
-        and "; 2.00 epochs (1 epoch = 40 steps); " in plan
-    )
 
 
 def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(tmp_path, monkeypatch, capsys):
     """The command of docs/models.md, on a fresh clone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plans, "estimate_memory", lambda *_: ({}, {}))  # which takes most of the time of a plan
     assert train.main("--config gpt2-xl --context_length 2048 --precision bf16 --dry_run".split()) == 0
     plan = capsys.readouterr().out
     assert "planned with the vocabulary of --tokenizer gpt2 and 18,795 steps per epoch\n" in plan
@@ -150,18 +129,24 @@ def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(tmp_path,
         train.main("--mix a,b --dry_run".split())
 
 
+NO_DATA = "--data_dir nowhere --tokenizer bytes"
+
+
 @pytest.mark.parametrize(("flags", "planned"), [
-    ("--eval_freq 250 --eval_tokens 32", "validation   32 of 192 tokens at the end\n"),  # the run is shorter
-    ("--eval_freq 4 --eval_tokens 32", "validation   32 of 192 tokens every "),
-    ("--eval_freq 4 --eval_tokens 192", "validation   192 tokens every "),
+    (NO_DATA, "planned with the vocabulary of --tokenizer bytes\n"),
+    (f"{NO_DATA} --max_steps 0 --num_epochs 2 --steps_per_epoch 40",
+     "steps +80, .*; 2.00 epochs .1 epoch = 40 steps.; "),
     ("--eval_freq 0 --eval_tokens 32", "plus 0.0% for evaluation;"),
+    ("--eval_freq 250 --eval_tokens 32", "\nvalidation   32 of 192 tokens at the end\n"),  # the run is shorter
+    ("--eval_freq 4 --eval_tokens 32", "\nvalidation   32 of 192 tokens every "),
+    ("--eval_freq 4 --eval_tokens 192", "\nvalidation   192 tokens every "),
     ("--eval_freq 1 --eval_tokens 192 --total_batch_size 32", "plus 200.0% for evaluation;"),
 ])  # fmt: skip
-def test_plan_says_when_and_on_how_much_is_validated(workdir, capsys, flags, planned):
+def test_plan_says_how_long_the_run_is_and_when_it_validates(workdir, capsys, flags, planned):
     assert run_here("--dry_run", *flags.split()) == 0
     out = capsys.readouterr().out
-    assert planned in out
-    assert ("of 192 tokens" in out) == ("of 192" in planned)
+    assert re.search(planned, out)
+    assert ("\nvalidation " in out) == ("--eval_freq" in flags and "--eval_freq 0" not in flags)
 
 
 def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flags(workdir, monkeypatch, capsys):
@@ -198,15 +183,13 @@ def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
         assert (f" -- NOT ENOUGH: 100 kB available; try {advice}" in line) == (available < 10**6)
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
-])  # fmt: skip
-def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch, error):
+def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch):
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
     step = train.train_step
 
     def runs_out(run, batches):
         if run.state.step == 4:
-            raise error
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return step(run, batches)
 
     monkeypatch.setattr(train, "train_step", runs_out)
