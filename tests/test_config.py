@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 import generate
 import model
 import prepare_dataset
-from model import GPT, GPTConfig
+from model import GPT
 from steadygpt.base.options import ELSEWHERE, UserError
 from steadygpt.config import FIELDS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
@@ -25,9 +25,6 @@ from steadygpt.run.memory import estimate_memory
 
 def parse(*argv: str) -> TrainConfig:
     return parse_args(list(argv))[0]
-
-
-SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocab_size"}
 
 
 # What an H100 has needed with torch.compile, in benchmarks/RESULTS.md, and how close the estimate is.
@@ -53,11 +50,9 @@ def test_parameters_and_memory_of_presets_are_correct(preset):
         table,
         re.MULTILINE,
     )
-    vocabulary = {} if stated[5] else {"vocab_size": 257}
     with torch.device("meta"):
-        model = GPT(GPTConfig(**{name: getattr(config, name) for name in SHAPE}, **vocabulary), initialize=False)
-    on_gpu = dataclasses.replace(config, precision="bf16")
-    memory, _ = estimate_memory(on_gpu, model, Ranks(torch.device("cuda")))
+        model = GPT(config.shape(50257 if stated[5] else 257), initialize=False)
+    memory, _ = estimate_memory(dataclasses.replace(config, precision="bf16"), model, Ranks(torch.device("cuda")))
 
     def rounded_like(number: float, text: str) -> str:
         return f"{number:,.{len(text.partition('.')[2])}f}"

@@ -50,12 +50,16 @@ def manifest(**changes) -> Callable:
     return lambda: MANIFEST.write_text(json.dumps(read_manifest(Path("data")) | changes))
 
 
+def empty() -> None:
+    for path in Path("data").iterdir():
+        path.unlink()
+
+
 def foreign(name: str, content: bytes | np.ndarray) -> Callable:
     """Replace the data by a val shard and one file as other tools write them, without a manifest."""
 
     def replace() -> None:
-        for path in Path("data").iterdir():
-            path.unlink()
+        empty()
         np.zeros(200, "<u2").tofile("data/val.bin")
         if isinstance(content, bytes):
             Path("data", name).write_bytes(content)
@@ -257,7 +261,7 @@ SHARDS: list[tuple] = [
     ("train", "train.bin: holds token id 50257 at position 150, outside the vocabulary of 50,257",
      foreign("train.bin", np.array([1] * 150 + [50257], "<u2").tobytes())),
     ("look none", "no train shards in none"),
-    ("look data", "no train shards in data", lambda: shutil.rmtree("data")),
+    ("look data", "no train shards in data", empty),
     ("look data", "tiny_train_000001.npy: 1,527 bytes, but its header says 700 tokens", shard(lambda old: old[:-1])),
     ("look data", "but manifest.json says", shard(lambda old: old[:-2] + b"ab")),
     ("look data", "data: its preparation was interrupted", manifest(complete=False)),
@@ -282,7 +286,7 @@ CHECKPOINTS: list[tuple] = [
     # Changes that a resume does not accept.
     (f"{RESUME} --num_layers 3", "--num_layers is 3, but the checkpoint was trained with 2; drop"),
     (f"{RESUME} --seed 3", "--seed is 3, but the checkpoint was trained with 1337"),
-    (f"{RESUME} --tokenizer gpt2", "'gpt2'"),
+    (f"{RESUME} --tokenizer gpt2", "--tokenizer is 'gpt2', but the checkpoint was trained with 'bytes'; drop the option, or start a new"),
     (f"{RESUME} --total_batch_size 128",
      "128, but the checkpoint was trained with 64; drop the option, or add --allow_changes"),
     (f"{RESUME} --max_lr 2e-3", "drop the option, or add --allow_changes to resume with the new value"),
