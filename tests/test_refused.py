@@ -286,7 +286,7 @@ CHECKPOINTS: list[tuple] = [
     # Changes that a resume does not accept.
     (f"{RESUME} --num_layers 3", "--num_layers is 3, but the checkpoint was trained with 2; drop"),
     (f"{RESUME} --seed 3", "--seed is 3, but the checkpoint was trained with 1337"),
-    (f"{RESUME} --tokenizer gpt2", "--tokenizer is 'gpt2', but the checkpoint was trained with 'bytes'; drop the option, or start a new"),
+    (f"{RESUME} --tokenizer gpt2", "--tokenizer is 'gpt2', but the checkpoint was trained with 'bytes'; drop"),
     (f"{RESUME} --total_batch_size 128",
      "128, but the checkpoint was trained with 64; drop the option, or add --allow_changes"),
     (f"{RESUME} --max_lr 2e-3", "drop the option, or add --allow_changes to resume with the new value"),
