@@ -382,11 +382,11 @@ def test_shards_changed_since_the_checkpoint_are_refused_on_all_ranks(place):
 
 
 def test_a_long_value_is_refused_within_a_second():
-    before_s = time.monotonic()
+    before_s = time.process_time()
     for value in ("x" * 200_000, "-" * 200_000):
         with pytest.raises(UserError, match="--precision"):
             parse_args(["--config", "test", f"--precision={value}"])
-    assert time.monotonic() - before_s < 1
+    assert time.process_time() - before_s < 1
 
 
 def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
