@@ -51,6 +51,16 @@ def test_the_update_of_one_matrix_is_that_of_pytorchs_muon(shape):
     assert torch.equal(*(state["momentum_buffer"] for state in moments))
 
 
+def test_the_matrices_of_one_shape_are_one_batch_over_all_layers(monkeypatch):
+    batches = []
+    monkeypatch.setattr(optim, "newton_schulz", lambda x: batches.append(tuple(x.shape)) or x)
+    model = GPT(SMALL)
+    model(TOKENS, TOKENS).backward()
+    make_optimizer(model, MUON, ALONE).step()
+    # In each layer q and attention's projection; k and v; gate, up and down.
+    assert sorted(batches) == [(2 * 2, 8, 16), (2 * 2, 16, 16), (2 * 3, 16, SMALL.mlp_size)]
+
+
 def test_stacked_matrices_are_orthogonalized_apart():
     torch.manual_seed(0)
     gradient, stacked = torch.randn(12, 6), torch.nn.Linear(6, 12, bias=False)
