@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import built, metrics, run_here, scalars
-from test_tokenizer import need_gpt2
 from torch.nn import functional as F
 
 import train
@@ -58,7 +57,6 @@ def test_of_bytes_they_are_the_loss_in_bits():
 
 
 def test_of_a_uniform_prediction_they_are_log2_of_the_vocabulary_for_each_token():
-    need_gpt2()
     encoding = get_tokenizer("gpt2")
     run = run_on([id for text in TEXTS for id in (encoding.document_id, *encoding.encode(text))][:180], "gpt2")
     with torch.no_grad():

@@ -9,7 +9,6 @@ import pytest
 import tiktoken
 from conftest import TINY, load, metrics, run_here, write_data
 from test_survey import BEGIN, ids_of
-from test_tokenizer import need_gpt2
 from test_tokenizer_json import byte_tokenizer
 
 import train
@@ -107,7 +106,6 @@ def test_shards_without_document_tokens_have_no_documents(look, tmp_path):
 
 
 def test_without_a_manifest_the_tokenizer_is_gpt2_as_in_training(look, tmp_path):
-    need_gpt2()
     ids = [50256, *get_tokenizer("gpt2").encode("Hello, I'm a language model,")]
     write(tmp_path / "data", has_manifest=False, train=[ids])
     lines = look("data", "--context_length", "5", "--rows", "20")
