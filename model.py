@@ -126,8 +126,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = (None if p is None else p.to(wide) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
-        if self.is_layernorm:
-            return F.layer_norm(x.to(wide), (self.size,), weight, bias, self.eps).type_as(x)
+        if self.is_layernorm:  # which a CPU computes without a copy of x
+            return F.layer_norm(x if x.is_cpu else x.to(wide), (self.size,), weight, bias, self.eps).type_as(x)
         return F.rms_norm(x.to(wide), (self.size,), weight, self.eps).type_as(x)
 
 
