@@ -177,7 +177,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    With `recompute`, backward computes them again; without dropout, it keeps attention's output, which takes long.
+    With `recompute`, backward computes them again. It keeps the output of attention's kernel if there is no dropout.
     """
 
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
@@ -299,7 +299,7 @@ class GPT(nn.Module):
         rotary = None if self.rotary is None else self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
         x, args = F.dropout(self.ln_0(x), self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
-            x = x.bfloat16()  # so is the residual stream then; in fp16, its largest values would be infinite
+            x = x.bfloat16()  # and with it the residual stream; in fp16, its largest values could overflow
         for block in self.h:
             x = block(x, args)
         if cache is not None:

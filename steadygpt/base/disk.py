@@ -4,7 +4,6 @@ import os
 import resource
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -23,12 +22,15 @@ def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
 
 def most_open_files() -> int:
     """Raise this process's limit of open files as far as the system lets it, but not above 2**16; return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(2**16, hard if hard != resource.RLIM_INFINITY else 2**16)
-    if soft < most:
-        with suppress(OSError, ValueError):  # macOS has a lower limit that it does not tell
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return min(2**16, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (2**16 if limit == resource.RLIM_INFINITY else min(2**16, limit) for limit in limits)
+    if soft == most:
+        return most
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    except (OSError, ValueError):  # macOS has a lower limit that it does not tell
+        return soft
+    return most
 
 
 def check_pulled(name: object, beginning: bytes) -> None:
