@@ -16,7 +16,7 @@ from steadygpt.checkpoint.mirror import Mirror
 HOME = os.environ.get("XDG_STATE_HOME", "")  # of the session
 
 
-def folders(name: str) -> tuple[str, ...]:
+def own_folders(name: str) -> tuple[str, ...]:
     """Return the flags that name the folders of a run."""
     return "--checkpoint_dir", name, "--logdir", f"logs-{name}"
 
@@ -49,7 +49,7 @@ def tell(story: str) -> None:
             case ["train", *flags]:
                 assert run_here(*flags) == 0
             case ["start", folder, *flags]:
-                assert run_here(*folders(folder), *flags) == 0
+                assert run_here(*own_folders(folder), *flags) == 0
             case ["resume", folder, *flags]:
                 assert run_here("--resume", "latest", "--checkpoint_dir", folder, *flags) == 0
             case ["resume_on_2_ranks", folder, *flags]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import upload_manager
 from conftest import load, metrics, run_here, scalars
-from stories import folders, starts, tell
+from stories import own_folders, starts, tell
 
 import train
 from steadygpt.base.options import UserError
@@ -21,7 +21,7 @@ from steadygpt.run.identity import read_run, record_of
 
 def started(*flags: str) -> str:
     """Train the run "a" up to step 3 in the folder "one"; return its id."""
-    assert run_here("--run_name", "a", "--max_steps", "3", *folders("one"), *flags) == 0
+    assert run_here("--run_name", "a", "--max_steps", "3", *own_folders("one"), *flags) == 0
     return read_run(Path("one")).id
 
 
@@ -296,13 +296,13 @@ def test_a_name_in_the_index_of_a_mirror_is_a_name(theirs):
     index = json.loads(Path("theirs/index.json").read_text())
     Path("theirs/index.json").write_text(json.dumps(index | {"name": "../../home"}))
     with pytest.raises(UserError, match=r"theirs/index\.json: --run_name is '\.\./\.\./home'; expected"):
-        run_here(*theirs, *folders("here"))
+        run_here(*theirs, *own_folders("here"))
 
 
 def test_events_of_another_run_of_the_name_stay(theirs):
     Path("theirs/tensorboard/events.out.tfevents.1.host").write_text("theirs")
     before = contents("runs/mine")
-    assert run_here(*theirs, *folders("here")) == 0
+    assert run_here(*theirs, *own_folders("here")) == 0
     assert contents("runs/mine") == before
     mine, restored = sorted(Path("runs").iterdir())  # "mine" and "mine-20261126-081500"
     assert (len([*mine.iterdir()]), len([*restored.iterdir()])) == (1, 3)
