@@ -82,11 +82,11 @@ def load_tasks(
     tasks = {}
     for name, file in parse_tasks(config.eval_tasks).items():
         try:
-            examples = ranks.on_main(partial(load_examples, name, file)) or []
+            examples = ranks.from_main(partial(load_examples, name, file))
         except UserError as error:
             warn(f"no {TASKS[name].title} in this run: {error}")
             continue
-        tasks[name] = tokenize(ranks.broadcast(examples), tokenizer, config.context_length)
+        tasks[name] = tokenize(examples, tokenizer, config.context_length)
     return tasks
 
 

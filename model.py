@@ -42,23 +42,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class KVCache:
-    """Keys and values of the tokens a batch has seen, (num_layers, 2, B, kv_heads, max_length, head_size)."""
+    """Keys and values of the tokens a batch has seen: for each layer both, (B, kv_heads, max_length, head_size)."""
 
     def __init__(self, config: GPTConfig, max_length: int | None = None):
-        self.num_layers = config.num_layers
         self.max_length = min(max_length or config.context_length, config.context_length)
         self.length = 0
-        self.kv: Tensor | None = None  # allocated by the first append, which knows batch, device and dtype
+        self.layers: list[tuple[Tensor, Tensor]] = []  # allocated by the first append, which knows batch and dtype
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add (B, kv_heads, T, head_size) keys and values of one layer; return all of that layer."""
         B, H, T, D = k.shape
-        if self.kv is None:
-            self.kv = k.new_empty(self.num_layers, 2, B, H, self.max_length, D)
-        end = self.length + T
-        self.kv[layer, 0, :, :, self.length : end] = k
-        self.kv[layer, 1, :, :, self.length : end] = v
-        return self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+        if layer == len(self.layers):
+            self.layers.append((k.new_empty(B, H, self.max_length, D), k.new_empty(B, H, self.max_length, D)))
+        keys, values = self.layers[layer]
+        keys.narrow(2, self.length, T).copy_(k)
+        values.narrow(2, self.length, T).copy_(v)
+        return keys.narrow(2, 0, self.length + T), values.narrow(2, 0, self.length + T)
 
 
 class AttentionArgs(NamedTuple):

@@ -569,8 +569,8 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         folder = None if options.keep_download else out / DOWNLOADS
         commit = manifest.commit if manifest else ""
         source = find_source(name, commit, options.streaming, folder, options.max_files)
-        for path in () if source.remote else source.paths:
-            if path.resolve().is_relative_to(out.resolve()):
+        for folder, path in {path.parent: path for path in source.paths if not source.remote}.items():
+            if folder.resolve().is_relative_to(out.resolve()):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
         files = fingerprint(source.identities)
         if manifest and manifest.files != files:

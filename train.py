@@ -120,7 +120,8 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     if loaded := history.checkpoint or weights:  # before any file is written
         kept, source = state_shapes(plan.sketch.config, config.optimizer), history.path or config.init_from
         ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
-    stop = StopSignal(ranks, config.max_hours if plan.writes else 0, log.beat)
+    max_hours, in_step = config.max_hours if plan.writes else 0, config.grad_accum_steps(ranks.world_size)
+    stop = StopSignal(ranks, max_hours, log.beat, in_step)
     if plan.writes and ranks.is_main:  # its log also says when a signal has ended the run before the first step
         stop.raise_until_listen()
     opened = ranks.on_main(lambda: open_outputs(plan, log, held)) if plan.writes else None

@@ -34,7 +34,7 @@ def test_cache_has_the_dtype_of_autocast(norm, monkeypatch):
     cache = KVCache(model.config)
     with torch.autocast("cpu", torch.bfloat16):
         model(ids(2, 12), cache=cache)
-    assert cache.kv.dtype == torch.bfloat16
+    assert cache.layers[0][0].dtype == torch.bfloat16
 
 
 @both_families

@@ -33,18 +33,19 @@ class Saves:
         self.config, self.ranks, self.log, self.stop, self.writer = config, ranks, log, stop, writer
         self.uploads = writer.uploads if writer else None
         self.step, self.captured_at_s = -1, time.monotonic()  # of the newest save, perhaps still in flight
+        self.count = 0  # in this start
         self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: there are none
         self.paused_s = 0.0  # in this start
 
     def is_due(self, step: int, is_special: bool) -> bool:
         """Return whether a save is due after `step` updates: by time, or because the step is special."""
-        is_late = False
         if self.writer:  # rank 0 decides
             now_s, failed_s = time.monotonic(), MAX_FAILED * self.interval_s
             if self.writer.failed >= MAX_FAILED and now_s - self.writer.saved_at_s >= failed_s:
                 self.stop.ask("saves failed")
-            is_late = step > 0 and 0 < self.interval_s <= now_s - self.captured_at_s and self.writer.wait(timeout_s=0)
-        return (self.ranks.any(is_late) or is_special) and step != self.step
+            if step > 0 and 0 < self.interval_s <= now_s - self.captured_at_s and self.writer.wait(timeout_s=0):
+                self.stop.ask_save(self.count + 1)
+        return (self.stop.saves_agreed > self.count or is_special) and step != self.step
 
     def save(self, step: int, capture: Callable[[], Callable[[], dict]], tiers: list[str]) -> None:
         """Save the run after `step` updates, as latest.pt and under the names in `tiers`; return once it is copied."""
@@ -63,6 +64,7 @@ class Saves:
         if not self.config.background_upload:
             self._wait_for_uploads(lambda: bool(self.stop.asked))
         self.step, self.captured_at_s = step, time.monotonic()
+        self.count += 1
         self.paused_s += self.captured_at_s - start_s
 
     def evaluated(self, state: files.TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
@@ -122,6 +124,8 @@ class CheckpointWriter:
         self.config, self.log, self.uploads, self.folder = config, log, uploads, Path(config.checkpoint_dir)
         for stale in self.folder.glob(STALE):
             stale.unlink()
+        # Head.order of each checkpoint whose head can be read; others are never deleted. Read once: a save changes few.
+        self.orders = {file.path.name: file.order for file in files.scan(self.folder) if file.head}
         self.evaluations: files.Evaluations = {}
         self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=compute_alone)
@@ -136,13 +140,12 @@ class CheckpointWriter:
                 files.read_checkpoint(latest)
             except UserError:  # it is damaged, or cannot be read at this moment
                 self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(files.aside(latest)).name}")
-        orders = self._orders()
-        if (best := orders.get(files.BEST, order)[1]) > order[1]:
+        if (best := self.orders.get(files.BEST, order)[1]) > order[1]:
             self.log.warn(
                 f"{self.folder / files.BEST}: of step {best:,}; the next best model replaces it. Copy it to keep it"
             )
         # The run begins in a folder of its own, or goes back: a kill before the first save must keep this choice.
-        if not is_latest or order < max(orders.values()):
+        if not is_latest or order < max(self.orders.values()):
             self._write(checkpoint, [])
         file = self.folder / files.EVALUATIONS
         evaluations = files.read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
@@ -201,27 +204,27 @@ class CheckpointWriter:
         content = f"{json.dumps(self.evaluations, indent=1)}\n".encode()
         replace_file(self.folder / files.EVALUATIONS, lambda file: file.write(content))
 
-    def _orders(self) -> dict[str, tuple[float, int]]:
-        """Return Head.order of each checkpoint whose head can be read; others are never deleted."""
-        return {file.path.name: file.order for file in files.scan(self.folder) if file.head}
-
     def _write(self, content: dict, tiers: list[str]) -> None:
         """Write a checkpoint to latest.pt, keep the one before as the backup, and delete older ones of each tier."""
-        latest, step, before = self.folder / files.LATEST, content["step"], self._orders()
+        latest, step, orders = self.folder / files.LATEST, content["step"], self.orders
         # Later than all other checkpoints, also if the clock was set back.
-        newest_s, _ = max(before.values(), default=(0.0, 0))
-        checkpoint = content | {"saved_at": max(time.time(), newest_s + 0.001)}
+        newest_s, _ = max(orders.values(), default=(0.0, 0))
+        order = max(time.time(), newest_s + 0.001), step
+        checkpoint = content | {"saved_at": order[0]}
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
             for name in tiers:
                 link_file(temporary, self.folder / name)
+                orders[name] = order
             # The user may have moved latest.pt meanwhile.
-            if before.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
+            if orders.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
                 link_file(latest, self.folder / files.BACKUP)
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # or the next save would overwrite the files that are linked to it
             raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
-        for name in files.too_old(self._orders(), self.config.keep_checkpoints, self.config.keep_epochs):
+        orders[files.LATEST] = order
+        for name in files.too_old(orders, self.config.keep_checkpoints, self.config.keep_epochs):
             (self.folder / name).unlink(missing_ok=True)
+            del orders[name]

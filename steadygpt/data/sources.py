@@ -141,9 +141,10 @@ class Source:
 
     def release(self, before: int) -> None:
         """Remove the downloads of the files before this one, whose tokens are in shards."""
-        for path in self.paths[:before]:
-            if self.folder and path.is_relative_to(self.folder):
-                path.unlink(missing_ok=True)
+        if folder := self.folder:
+            for path in self.paths[:before]:
+                if path.is_relative_to(folder):
+                    path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Cancel the downloads."""

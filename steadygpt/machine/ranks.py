@@ -43,23 +43,23 @@ class Ranks:
 
     def max(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
-        return self.max_later(number)() if self.world_size > 1 else number
+        return self.max_later(number)()[0] if self.world_size > 1 else number
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on at least one rank."""
         return bool(self.max(flag))
 
-    def max_later(self, number: int) -> Callable[[], int]:
-        """Start to find the largest of the ranks' numbers; the returned function waits for it.
+    def max_later(self, *numbers: int) -> Callable[[], list[int]]:
+        """Start to find the largest of the ranks' first numbers, second numbers, ...; the returned function waits.
 
         They travel in CPU tensors, so no GPU has to synchronize.
         """
-        tensor = torch.tensor(number)
+        tensor = torch.tensor(numbers)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
 
-        def wait() -> int:
+        def wait() -> list[int]:
             work.wait()
-            return int(tensor)
+            return tensor.tolist()
 
         return wait
 
@@ -98,22 +98,34 @@ class Ranks:
 
     def on_each(self, compute: Callable[[], Result]) -> Result:
         """Call compute() on every rank and return this rank's result; a mistake on one rank is a UserError on all."""
-        result, error = None, ""
-        try:
-            result = compute()
-        except UserError as raised:
-            error = str(raised)
-        except OSError as raised:
-            error = f"{raised}; fix it, then start again"
-        if error and not self.is_main:
-            error = f"rank {self.rank} on {socket.gethostname()}: {error}"
-        if errors := list(filter(None, self.gather(error))):
-            raise UserError(errors[0])
+        result, error = tried(compute)
+        if self.any(bool(error)):
+            where = f"rank {self.rank} on {socket.gethostname()}: " * (not self.is_main)
+            raise UserError(next(filter(None, self.gather(error and where + error))))
+        return cast(Result, result)
+
+    def from_main(self, compute: Callable[[], Result]) -> Result:
+        """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
+        result, error = self.broadcast(tried(compute) if self.is_main else (None, ""))
+        if error:
+            raise UserError(error)
         return cast(Result, result)
 
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
         """Call compute() on rank 0 and return its result there; the other ranks wait and get None."""
-        return self.on_each(lambda: compute() if self.is_main else None)
+        kept: list[Result] = []
+        self.from_main(lambda: kept.append(compute()))
+        return kept[0] if kept else None
+
+
+def tried(compute: Callable[[], Result]) -> tuple[Result | None, str]:
+    """Return the result of compute(), or the user's mistake."""
+    try:
+        return compute(), ""
+    except UserError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"{error}; fix it, then start again"
 
 
 class Stopped(Exception):
@@ -127,21 +139,26 @@ class Stopped(Exception):
 class StopSignal:
     """Collects reasons to stop, from signals, --max_hours and failed saves, until the ranks agree on one.
 
-    Several ranks agree in the background, from one check() to the next, so that no rank waits for another.
+    Several ranks agree in the background, from one check() to the next, so that no rank waits for another. They also
+    agree that a save is due, by the clock of rank 0.
 
     Args:
         max_hours: counted from the start of this process, as a job's time limit is; 0: none.
         alive: is called by each check(), as a sign that the run makes progress.
+        in_step: checks of a step. More than FEW ranks agree less often, but once a step.
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce an end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours", "saves failed")
+    FEW = 16  # ranks
 
-    def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
+    def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None, in_step: int = 1):
         self.ranks, self.alive = ranks, alive
         self.deadline = time.monotonic() - process_age_s() + 3600 * max_hours if max_hours else math.inf
         self.asked = 0
-        self.agreed: Callable[[], int] = lambda: 0
+        self.saves_asked = self.saves_agreed = 0  # how many saves by time are due in all
+        self.checks, self.checks_to_agree = 0, max(1, min(in_step, ranks.world_size // self.FEW))
+        self.agreed: Callable[[], list[int]] = lambda: [0, 0]
 
     def listen(self) -> None:
         """Collect signals from now on. SIGHUP stays ignored with nohup: closing the terminal must not stop a run."""
@@ -170,23 +187,35 @@ class StopSignal:
         """Ask all ranks to stop at one of their next checks, for one of REASONS."""
         self.asked = self.asked or self.REASONS.index(reason)  # under torchrun a terminal's Ctrl-C arrives twice
 
+    def ask_save(self, number: int) -> None:
+        """Ask all ranks to make so many saves in all, from one of their next checks on."""
+        self.saves_asked = number
+        if self.ranks.world_size == 1:
+            self.saves_agreed = number
+
     def again(self) -> bool:
         """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""
         asked, self.asked = self.asked, 0
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
     def check(self) -> None:
-        """Stop if any rank was asked to, with several ranks before the last call. Every rank must call it.
+        """Stop if any rank was asked to, with several ranks before they agreed last. Every rank must call it.
 
         Raises: Stopped, on all ranks together.
         """
         self.alive()
         if time.monotonic() > self.deadline:
             self.ask("max_hours")
-        if number := self.asked if self.ranks.world_size == 1 else self.agreed():
-            raise Stopped(self.REASONS[number])
+        self.checks += 1
+        if self.checks % self.checks_to_agree:
+            return
+        reason = self.asked
         if self.ranks.world_size > 1:
-            self.agreed = self.ranks.max_later(self.asked)
+            reason, self.saves_agreed = self.agreed()
+        if reason:
+            raise Stopped(self.REASONS[reason])
+        if self.ranks.world_size > 1:
+            self.agreed = self.ranks.max_later(self.asked, self.saves_asked)
 
 
 def launched_as() -> tuple[int, int]:

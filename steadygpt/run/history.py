@@ -70,12 +70,12 @@ class History:
 
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
-    config = ranks.broadcast(ranks.on_main(lambda: in_its_folder(config, given)) or config)
+    config = ranks.from_main(lambda: in_its_folder(config, given))
     folder = Path(config.checkpoint_dir)
-    if config.resume in ("latest", "auto") and ranks.world_size > 1:
-        has_mirror = ranks.on_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror")))
-        if not ranks.broadcast(has_mirror):  # a mirror has the newest of all machines
-            check_other_machines(folder, ranks)
+    compares = config.resume in ("latest", "auto") and ranks.world_size > 1
+    # A mirror has the newest of all machines.
+    if compares and not ranks.from_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror"))):
+        check_other_machines(folder, ranks)
     history = ranks.on_main(lambda: named(_open_on_main(config, given, held)))
     without_tensors = ranks.broadcast(history and history.without_tensors())
     return history or cast(History, without_tensors)
@@ -89,10 +89,12 @@ def open_data(history: History, ranks: Ranks) -> Data:
     data = ranks.on_each(lambda: find_data(config, saved, tells_best, history.fingerprint))
     listing = {path: about for shards in data.sets for path, about in shards.listing().items()}
     expected = ranks.broadcast(listing)
-    ranks.on_each(lambda: check_listing(listing, expected))
-    if not saved:
-        return data
-    return replace(data, tokenizer_record=ranks.on_each(lambda: data.tokenizer_record.resumed(saved, data.folder)))
+
+    def checked() -> Data:
+        check_listing(listing, expected)
+        return replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, data.folder)) if saved else data
+
+    return ranks.on_each(checked)
 
 
 def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
@@ -111,7 +113,8 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
 
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
     """Check that no other machine has newer checkpoints than rank 0, which resumes from its own."""
-    newest = max((file.order for file in files.scan(folder)), default=(0.0, 0))
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine
+    newest = max((file.order for file in files.scan(folder)), default=(0.0, 0)) if is_first else (0.0, 0)
     main, *others = ranks.gather((newest, f"{socket.gethostname()}:{folder.absolute()}"))
     for of_other, place in others:
         if of_other > main[0]:

@@ -165,8 +165,8 @@ def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Start]
     with torch.device("meta"):
         sketch = new_model(history.config, history.config.shape(data.vocab_size))
     memory = -ranks.max(-memory_bytes(ranks.device))
-    settled = ranks.on_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, recorded))
-    return Plan(**ranks.broadcast(settled or {}), history=history, data=data, sketch=sketch, ranks=ranks)
+    settled = ranks.from_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, recorded))
+    return Plan(**settled, history=history, data=data, sketch=sketch, ranks=ranks)
 
 
 def _settle_on_main(

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def damage(path, how: str) -> None:
 
 def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
+
+
+def test_a_few_bytes_of_a_file_cannot_take_all_memory(tmp_path):
+    """The C code of pickle allocates twice as many pointers as the largest number of a memo in the file."""
+    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}r\xff\xff\xff\x00.")
+    tracemalloc.start()
+    with pytest.raises(UserError, match="saved_at"):
+        files.read_head(tmp_path / "latest.pt")
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

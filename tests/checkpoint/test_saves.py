@@ -207,7 +207,7 @@ def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_re
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     write_checkpoint(tmp_path, 80, ROLLING.format(80), saved_at=1e9)  # before the run went back
     damage(tmp_path / ROLLING.format(10), "truncated")
-    writer.write(50, ROLLING.format(50))
+    CheckpointWriter(writer.config, Mock()).save(50, partial(run_content, 50), [ROLLING.format(50)])
     assert names(tmp_path)[1:] == [ROLLING.format(step) for step in (10, 40, 50)]
 
 
@@ -225,7 +225,7 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path,
 def test_going_back_forgets_the_evaluations_after_the_checkpoint(writer, tmp_path):
     write_checkpoint(tmp_path, 8, "latest.pt")
     (tmp_path / "evaluations.json").write_text(json.dumps({step: {"val_loss": 3.0} for step in (2, 4, 6)}))
-    writer.resume(run_content(4), None)
+    CheckpointWriter(writer.config, Mock()).resume(run_content(4), None)
     assert json.loads((tmp_path / "evaluations.json").read_text()).keys() == {"2", "4"}
     assert steps(tmp_path) == {"latest.pt": 4, "latest_backup.pt": 8}
 
