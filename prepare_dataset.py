@@ -144,14 +144,14 @@ def encode(unit: list[Part], record: TokenizerRecord, out: Path, vocab_size: int
     Args:
         record: of the tokenizer, whose file is in the folder `out`, if it has one.
     """
+    dtype = token_dtype(vocab_size)
     blocks = [part.data for part in unit if isinstance(part.data, np.ndarray)]
     if blocks:  # then all parts are: a source holds text or ids
         for part, block in zip(unit, blocks, strict=True):
             check_vocabulary(part.name, block, vocab_size)
-        dtype = token_dtype(vocab_size)
         return Encoded(np.concatenate([block.astype(dtype) for block in blocks]), [0] * len(unit), [[]] * len(unit))
     tokenizer = load_tokenizer(record, out)
-    begin = np.array([tokenizer.document_id], np.uint32)
+    begin = np.array([tokenizer.document_id], dtype)
     ids, rows, skipped = [begin[:0]], list[int](), list[list[tuple[int, str]]]()
     documents, repaired, text_bytes, spelled = 0, 0, 0, 0
     for part in unit:
@@ -170,9 +170,8 @@ def encode(unit: list[Part], record: TokenizerRecord, out: Path, vocab_size: int
             spelled += clean.count(tokenizer.document_token)
             text_bytes += len(clean.encode())
             ids += [begin] * is_begin
-            ids += map(tokenizer.encode_to_numpy, cut_document(clean))
-    all_ids = np.concatenate(ids).astype(token_dtype(vocab_size))
-    return Encoded(all_ids, rows, skipped, documents, repaired, text_bytes, spelled)
+            ids += (tokenizer.encode_to_numpy(piece).astype(dtype) for piece in cut_document(clean))
+    return Encoded(np.concatenate(ids), rows, skipped, documents, repaired, text_bytes, spelled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
 
 
 SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
+    "growth": "--only seed validation ranks --ranks 16",
     "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
     "long_logs": "--lines 500 --files 3",
     "optimizer_cost": "--layers 1 --width 12 --tokens 4096 --rounds 1",
