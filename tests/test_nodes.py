@@ -144,6 +144,7 @@ def refused(message: str, check) -> None:
 
 def refuse_to_resume(which: str, message: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
+    os.environ["LOCAL_RANK"] = "0"
     config, held = parse_args(["--resume", which])[0], contextlib.ExitStack()
     refused(message, lambda ranks: open_history(config, {}, ranks, held))
 
