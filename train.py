@@ -31,6 +31,7 @@ from hellaswag_eval import Tree, load_tasks, score_examples
 from model import GPT, GPTConfig, new_model
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt.base.options import run_cli
+from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, check_tensors, trained_with
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
@@ -55,6 +56,7 @@ from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
+GO_ON = 75  # exit status: EX_TEMPFAIL of sysexits.h
 MEASURE_S = 10.0  # of measured steps
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,7 +339,11 @@ def run_to_end(run: Run) -> int:
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
+    is_for_others = status == "stopped" and run.stop.is_for_others()
     saves.finish_uploads()
+    if is_for_others:  # else torchrun, and a loop around it, would take the run for finished here
+        say(f"{reason} came to another machine; exit status {GO_ON}, so that torchrun starts this one again")
+        return GO_ON
     return 0 if status != "failed" else 1
 
 

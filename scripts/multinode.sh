@@ -19,4 +19,4 @@ command=(
     --rdzv_conf="join_timeout=86400${RDZV_CONF:+,$RDZV_CONF}" "$repo/train.py" --resume auto "$@"
 )
 echo "+$(printf ' %q' "${command[@]}")"
-exec "${command[@]}"
+exec python "$repo/scripts/start_node.py" "$HEAD" "${PORT:-29400}" "${command[@]}"

@@ -1,7 +1,9 @@
 """The machinery of SteadyGPT: everything that train.py, model.py, dataloader.py and config.py rely on."""
 
+import hashlib
 import subprocess
 from functools import cache
+from pathlib import Path
 
 __version__ = "0.9.0"
 
@@ -14,6 +16,14 @@ def git_commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def code_digest() -> str:
+    """Return the beginning of the SHA-256 of the code: the programs in the checkout, and this package."""
+    package, digest = Path(__path__[0]), hashlib.sha256()
+    for path in sorted([*package.parent.glob("*.py"), *package.rglob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def version_text() -> str:

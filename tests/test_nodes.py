@@ -17,10 +17,10 @@ from harness import LaunchedRun, assert_equals_reference, folders, free_port, ru
 
 import train
 from steadygpt.base.options import UserError
+from steadygpt.checkpoint import files
 from steadygpt.config import parse_args
 from steadygpt.data.shards import check_listing
 from steadygpt.machine.ranks import joined
-from steadygpt.run import history
 from steadygpt.run.data import find_data
 from steadygpt.run.history import check_other_machines, open_history
 
@@ -177,7 +177,7 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
 
 def share_a_folder() -> None:
     if os.environ["RANK"] == "0":
-        history.scan = lambda folder: []  # like an NFS client that has yet to see the new files
+        files.scan = lambda folder: []  # like an NFS client that has yet to see the new files
     with joined("cpu") as ranks:
         check_other_machines(Path("node0/checkpoints"), ranks)
 

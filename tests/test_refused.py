@@ -277,7 +277,7 @@ CHECKPOINTS: list[tuple] = [
     ("look --step 1", "no checkpoints in checkpoints; try another --checkpoint_dir"),
     (f"train {OF_RUN}",
      f"{RUN} already holds checkpoints; resume from them with --resume latest, or use another --checkpoint_dir"),
-    (f"train {OF_RUN} --resume", f"{RUN}: in use by process ...; wait for it", lambda: lock_folder(RUN, "")),
+    (f"train {OF_RUN} --resume", f"{RUN}: in use by process ... on ...; wait for it", lambda: lock_folder(RUN, "")),
     (f"train {OF_RUN} --resume", f"{RUN}: all checkpoints are corrupt: {RUN}/latest.pt: corrupt (", damaged),
     (f"train {OF_RUN} --resume", f"{RUN}/latest.pt: cannot be read (", unreadable),
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
@@ -393,7 +393,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
     first = Run("--max_steps", "100000", *folders("run"))
     first.wait_for(r"^step +3/")
     pid = first.ranks[0].pid
-    assert f"run/ckpt: in use by process {pid}; wait for it" in refusal(*folders("run"), "--resume")
+    assert f"run/ckpt: in use by process {pid} on" in refusal(*folders("run"), "--resume")
     other = run_to_end("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other")
     name = "other, with its logs in run/logs/other, because runs/other or run/logs belongs to another run"
     assert f"name         {name}" in other

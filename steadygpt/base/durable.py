@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -178,10 +179,10 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         file = open(folder / ".lock", "a+", opener=no_link)  # noqa: SIM115 (closing it releases the lock)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.seek(0)
-        if not re.fullmatch(r"(\d+\n)?", file.read(100)):
+        if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(300)):
             raise UserError(f"{folder}/.lock: not the lock of a run; expected the number of a process. Move it away")
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()} on {socket.gethostname()}\n")
         file.flush()
     except BlockingIOError:
         file.seek(0)

@@ -25,6 +25,7 @@ from steadygpt.base.text import printable
 
 Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
+REFUSED = "STEADYGPT_REFUSED"  # names a file that tells scripts/start_node.py of a UserError
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
@@ -222,6 +223,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
             print(f"error: {printable(str(error))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
+        if refused := os.environ.get(REFUSED):
+            Path(refused).touch()
     except LostRankError as error:
         status = 1
         print(f"error: {printable(str(error))}", file=sys.stderr)

@@ -150,6 +150,7 @@ class StopSignal:
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce an end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours", "saves failed")
+    NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # that a machine goes away
     FEW = 16  # ranks
 
     def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None, in_step: int = 1):
@@ -192,6 +193,15 @@ class StopSignal:
         self.saves_asked = number
         if self.ranks.world_size == 1:
             self.saves_agreed = number
+
+    def is_for_others(self) -> bool:
+        """Return whether only other machines were told to end, such as by a spot notice. Every rank must call it.
+
+        Ctrl-C, a closed terminal and what ranks ask themselves are for all machines.
+        """
+        here = os.environ.get("GROUP_RANK", "0")  # torchrun's number of this machine
+        asked = [(machine, self.REASONS[number]) for machine, number in self.ranks.gather((here, self.asked)) if number]
+        return all(machine != here and reason in self.NOTICES for machine, reason in asked) and bool(asked)
 
     def again(self) -> bool:
         """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""

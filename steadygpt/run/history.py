@@ -1,14 +1,18 @@
 """What a run continues: a checkpoint, weights or nothing; and the options that follow from it."""
 
 import os
+import secrets
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
+from steadygpt import code_digest
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
@@ -70,13 +74,14 @@ class History:
 
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
-    config = ranks.from_main(lambda: in_its_folder(config, given))
-    folder = Path(config.checkpoint_dir)
+    check_programs(ranks)
+    own, config = config, ranks.from_main(lambda: in_its_folder(config, given))
+    folder, ignored = Path(config.checkpoint_dir), ignored_options(own, config, given, ranks)
     compares = config.resume in ("latest", "auto") and ranks.world_size > 1
     # A mirror has the newest of all machines.
     if compares and not ranks.from_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror"))):
         check_other_machines(folder, ranks)
-    history = ranks.on_main(lambda: named(_open_on_main(config, given, held)))
+    history = ranks.on_main(lambda: named(_open_on_main(config, given, held), ignored))
     without_tensors = ranks.broadcast(history and history.without_tensors())
     return history or cast(History, without_tensors)
 
@@ -111,11 +116,45 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
     return replace(config, resume=which, checkpoint_dir=str(folder))
 
 
+def check_programs(ranks: Ranks) -> None:
+    """Check that all machines run the same code with the same PyTorch."""
+    program = f"code {code_digest()}, torch {torch.__version__}" if is_first_of_machine() else ""
+    (main_host, main), *others = ranks.gather((socket.gethostname(), program))
+    for host, other in others:
+        if other not in ("", main):
+            raise UserError(
+                f"{host} runs {other}, but {main_host}, which has rank 0, {main}; copy the checkout and its .venv "
+                "to all machines"
+            )
+
+
+def is_first_of_machine() -> bool:
+    """Return whether this is the first rank of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def ignored_options(own: TrainConfig, of_main: TrainConfig, given: Mapping[str, str], ranks: Ranks) -> list[str]:
+    """Return a line for each machine whose command has other options than rank 0's, which count."""
+    differs = [f"--{name} {getattr(own, name)!r}" for name in given if getattr(own, name) != getattr(of_main, name)]
+    found = ranks.gather(f"{', '.join(differs)} on {socket.gethostname()}" if differs and not ranks.is_main else "")
+    return [labelled("ignored", f"{line}; the options of rank 0 count") for line in dict.fromkeys(filter(None, found))]
+
+
 def check_other_machines(folder: Path, ranks: Ranks) -> None:
-    """Check that no other machine has newer checkpoints than rank 0, which resumes from its own."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine
-    newest = max((file.order for file in files.scan(folder)), default=(0.0, 0)) if is_first else (0.0, 0)
+    """Check that no other machine has newer checkpoints than rank 0, which resumes from its own.
+
+    A folder that all share may look older to rank 0, such as through NFS: its machines see a file that rank 0 makes.
+    """
+    mark = folder / ranks.broadcast(f".{secrets.token_hex(8)}.tmp")
+    if ranks.is_main:
+        with suppress(OSError):  # there is no folder, or it cannot be written
+            mark.touch()
+    ranks.broadcast(None)
+    is_other = is_first_of_machine() and (ranks.is_main or not mark.exists())
+    newest = max((file.order for file in files.scan(folder)), default=(0.0, 0)) if is_other else (0.0, 0)
     main, *others = ranks.gather((newest, f"{socket.gethostname()}:{folder.absolute()}"))
+    if ranks.is_main:
+        mark.unlink(missing_ok=True)
     for of_other, place in others:
         if of_other > main[0]:
             raise UserError(
@@ -149,7 +188,9 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     else:
         found = files.find_checkpoint(which, folder)
     if not (found.path and found.checkpoint):
-        return replace(_with_weights(config, given), run=Identity() if run.other else run)
+        nowhere = f"from step 0: no checkpoints in {folder}" + f" or {config.mirror}" * bool(config.mirror)
+        history = replace(_with_weights(config, given), run=Identity() if run.other else run)
+        return replace(history, notes=(labelled("new run", nowhere),))
     if not found.checkpoint["starts"]:
         raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
     renamed = {file: files.aside(file) for file in found.damaged if config.trains and not is_fork}
@@ -217,7 +258,7 @@ def _with_weights(config: TrainConfig, given: Mapping[str, str]) -> History:
     return History(replace(config, **kept), given, weights=weights)
 
 
-def named(history: History) -> History:
+def named(history: History, notes_before: Sequence[str] = ()) -> History:
     """Return the history with the name of the run and the folder of its logs, and say if they are not those asked for.
 
     A run keeps its name; a fork or a copy is named RUN-from-STEP. A name that is new here and has a TensorBoard folder
@@ -225,7 +266,7 @@ def named(history: History) -> History:
     subfolder.
     """
     config, run, wanted = history.config, history.run, history.config.run_name
-    logdir, tensorboard, notes = Path(config.logdir), Path(config.tensorboard_dir), [*history.notes]
+    logdir, tensorboard, notes = Path(config.logdir), Path(config.tensorboard_dir), [*notes_before, *history.notes]
     if run.other and wanted in ("", run.name):
         wanted = f"{run.name or 'run'}-from-{history.step}"
     name = wanted = wanted or run.name or time.strftime(f"gpt-{STAMP}-{os.getpid()}")

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_what_is_no_lock_is_refused_and_kept(tmp_path, make, problem):
 
 def test_lock_is_released_when_its_file_is_closed(tmp_path):
     lock = lock_folder(tmp_path, "wait")
-    with pytest.raises(UserError, match=f"in use by process {os.getpid()}; wait"):
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on {socket.gethostname()}; wait"):
         lock_folder(tmp_path, "wait")
     lock.close()
     lock_folder(tmp_path, "wait").close()

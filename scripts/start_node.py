@@ -1,0 +1,70 @@
+#!/usr/bin/env python
+"""Run torchrun on one of several machines, after a check of what would keep the machine from joining the others.
+
+scripts/start_node.py HEAD PORT torchrun ... train.py [flags], see scripts/multinode.sh
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from steadygpt.base.options import REFUSED, UserError, run_cli
+from steadygpt.base.progress import say
+from steadygpt.config import parse_args
+
+ANSWER_S = 3.0
+
+
+def address_of(host: str, what: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise UserError(f"{what} is {host}: {error.strerror}; give an address, or add it to /etc/hosts") from None
+
+
+def check_names(head: str, port: int) -> None:
+    """Check that names lead to addresses that other machines can reach. HEAD may be this machine."""
+    own, address = socket.gethostname(), address_of(head, "HEAD")
+    if head == "localhost" or head.startswith("127."):  # then all agents are on this machine
+        return
+    if address.startswith("127.") and head != own:
+        raise UserError(f"HEAD is {head}, which is {address} here, this machine; give its address, or mend /etc/hosts")
+    own_address = address_of(own, "the name of this machine")
+    if own_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise UserError(
+            f"the name of this machine, {own}, is {own_address} here, where others cannot reach it; mend /etc/hosts, "
+            "or set GLOO_SOCKET_IFNAME to the interface of their network, such as eth0 (ip -br address)"
+        )
+    if address != own_address:
+        try:
+            socket.create_connection((head, port), ANSWER_S).close()
+        except OSError as error:  # the machine may start later
+            say(f"waiting for an agent on {head}:{port}, which does not answer yet: {error.strerror or error}")
+
+
+def main() -> int:
+    head, port, *command = sys.argv[1:]
+    flags = next(number for number, word in enumerate(command, start=1) if word.endswith("/train.py"))
+    parse_args(command[flags:])
+    check_names(head, int(port))
+    with tempfile.TemporaryDirectory() as folder:
+        refused = Path(folder, "refused")
+        agent = subprocess.Popen(command, env=os.environ | {REFUSED: str(refused)})
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: agent.send_signal(number))
+        while (status := agent.poll()) is None:
+            if refused.exists():  # the agent would start the ranks again, with the same result
+                agent.kill()
+            time.sleep(0.2)
+        return 2 if refused.exists() else status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    run_cli(main)
