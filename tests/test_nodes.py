@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
 from steadygpt.config import parse_args
 from steadygpt.data.shards import check_listing
-from steadygpt.machine.ranks import joined
+from steadygpt.machine.ranks import StopSignal, joined
 from steadygpt.run.data import find_data
 from steadygpt.run.history import check_other_machines, open_history
 
@@ -173,6 +174,38 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
         for file in Path("node1/checkpoints").glob("*.pt"):
             torch.save(load(file) | {"saved_at": 1.0}, file)
     in_ranks(2, refuse_to_resume, which, "node0/checkpoints has newer checkpoints than rank 0's .*node1/checkpoints")
+
+
+def give_other_options() -> None:
+    enter_node()
+    own = ["--seed", "7", "--data_dir", "elsewhere"] if os.environ["RANK"] == "1" else []
+    config, given = parse_args([*TINY, *own, "--resume", "auto"])
+    with joined("cpu") as ranks, contextlib.ExitStack() as held:
+        history = open_history(config, given, ranks, held)
+    assert history.config.seed == 1337
+    line = f"ignored      --seed 7, --data_dir 'elsewhere' on {socket.gethostname()}; the options of rank 0 count"
+    assert history.notes[0] == line
+    assert history.notes[1].startswith("resumed ")
+
+
+def test_options_of_other_nodes_are_named_and_ignored(nodes):
+    in_ranks(2, give_other_options)
+
+
+def ask_on_node_0(reason: str, is_notice: bool) -> None:
+    os.environ["GROUP_RANK"] = os.environ["RANK"]
+    with joined("cpu") as ranks:
+        stop = StopSignal(ranks, 0)
+        if ranks.is_main:
+            stop.ask(reason)
+        assert stop.is_for_others() == (is_notice and not ranks.is_main)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_notice"), [("SIGTERM", True), ("SIGUSR1", True), ("SIGINT", False), ("max_hours", False)]
+)
+def test_a_notice_to_one_node_is_not_for_the_others(reason, is_notice):
+    in_ranks(2, ask_on_node_0, reason, is_notice)
 
 
 def share_a_folder() -> None:

@@ -154,6 +154,17 @@ def test_snapshots_have_what_is_new(tmp_path):
     assert next(snapshots).curves["loss"][100:] == [(101, 3.5), (102, 1)]
 
 
+@pytest.mark.parametrize("ahead_s", [-90, 90])
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_clock_of_another_machine_decides_nothing(tmp_path, monkeypatch, ahead_s, writes):
+    monkeypatch.setattr(watch, "FRESH_S", 0.2)
+    checkpoints = write_run(tmp_path, heartbeat_age_s=-ahead_s, host="another")
+    os.utime(checkpoints / "status.json", (time.time() - 99, time.time() - 99))
+    if writes:
+        monkeypatch.setattr(time, "sleep", lambda _: write_run(tmp_path, heartbeat_age_s=1 - ahead_s, host="another"))
+    assert state_of(look(checkpoints)).name == ("running" if writes else "hung")
+
+
 def test_after_a_resume_the_steps_that_are_repeated_count_once(tmp_path):
     checkpoints = write_run(tmp_path)
     snapshots = watch.watch(str(checkpoints))
