@@ -81,7 +81,7 @@ MUTATIONS = [
         "dataloader.py", "key_of(self.seed, int(epoch), int(s))", "key_of(self.seed, int(epoch))", "test_dataloader"
     ),
     Mutation("dataloader.py", "positions * self.stream.rows_per_epoch // self.count", "positions", "test_dataloader"),
-    Mutation("dataloader.py", "(len(tokens) - 1) // T", "len(tokens) // T", "test_dataloader"),
+    Mutation("dataloader.py", "(shard.num_tokens - 1) // T", "shard.num_tokens // T", "test_dataloader"),
     Mutation("dataloader.py", "if longest.num_tokens <= T:", "if longest.num_tokens < T:", "test_dataloader"),
     Mutation("steadygpt/data/order.py", "for r in range(6)", "for r in range(5)", "test_dataloader"),
     Mutation(
@@ -162,8 +162,8 @@ MUTATIONS = [
     ),
     Mutation(
         "steadygpt/checkpoint/saves.py",
-        "temporary.unlink(missing_ok=True)  # or the next save",
-        "pass  # or",
+        "temporary.unlink(missing_ok=True)  # a file",
+        "pass  # a file",
         "checkpoint/test_saves",
     ),
     Mutation(

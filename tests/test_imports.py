@@ -6,7 +6,9 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 
+import pytest
 from conftest import REPO, in_ranks
+from mutations import MUTATIONS
 
 COMMANDS = [path for path in REPO.glob("*.py") if path.name != "setup.py"]  # which only pip runs
 FILES = {path.stem: path for path in COMMANDS} | {
@@ -97,3 +99,9 @@ def check_preloaded() -> None:
 def test_forked_ranks_begin_with_the_imports_of_preloaded():
     """Python ignores what the server of forked processes fails to import."""
     in_ranks(1, check_preloaded)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.old)
+def test_a_mutation_replaces_a_text_that_occurs_once(mutation):
+    assert (REPO / mutation.file).read_text().count(mutation.old) == 1
+    assert all((REPO / f"tests/{name}.py").exists() for name in mutation.tests.split())

@@ -221,7 +221,7 @@ class CheckpointWriter:
                 link_file(latest, self.folder / files.BACKUP)
             os.replace(temporary, latest)
         except BaseException:
-            temporary.unlink(missing_ok=True)  # or the next save would overwrite the files that are linked to it
+            temporary.unlink(missing_ok=True)  # a file of gigabytes, until the next save
             raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
         orders[files.LATEST] = order
