@@ -4,6 +4,7 @@
 scripts/start_node.py HEAD PORT torchrun ... train.py [flags], see scripts/multinode.sh
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,7 +58,8 @@ def main() -> int:
     check_names(head, int(port))
     with tempfile.TemporaryDirectory() as folder:
         refused = Path(folder, "refused")
-        agent = subprocess.Popen(command, env=os.environ | {REFUSED: str(refused)})
+        end_with_me = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
+        agent = subprocess.Popen(command, env=os.environ | {REFUSED: str(refused)}, preexec_fn=end_with_me)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: agent.send_signal(number))
         while (status := agent.poll()) is None:
