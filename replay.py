@@ -26,7 +26,7 @@ from steadygpt import git_commit
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, scan
+from steadygpt.checkpoint.files import Start, intact_checkpoints, named_tensors, scan, trained_with
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -168,7 +168,8 @@ def changes(entry: Start, ranks: Ranks) -> list[str]:
     here |= {"device": device_name(ranks.device), "torch": str(torch.__version__), "commit": commit}
     found = [difference({name: entry.get(name) for name in here}, here)]
     found += ["files have changed since the commit"] * commit.endswith("+")
-    found += ["CUDA without --deterministic"] * (ranks.device.type == "cuda" and not is_exact)
+    if not trained_with(entry).repeats_bits(ranks.device.type, ranks.world_size):
+        found.append("CUDA, or DDP on more than two processes, without --deterministic")
     return [*filter(None, found)]
 
 

@@ -289,6 +289,13 @@ class TrainConfig(GPTConfig):
     def compiles(self, device_type: str) -> bool:
         return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
 
+    def repeats_bits(self, device_type: str, world_size: int) -> bool:
+        """Return whether a start on as many processes computes the same bits again.
+
+        In its first step, DDP sums gradients in other buckets than later, and the sum of three numbers has an order.
+        """
+        return self.deterministic or (device_type == "cpu" and (world_size <= 2 or self.sharding == "fsdp"))
+
     def shards(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the weights and the optimizer state."""
         if self.sharding != "fsdp":

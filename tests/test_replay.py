@@ -294,10 +294,10 @@ def test_a_run_on_two_ranks_is_replayed_equally_on_two_and_closely_on_one(replay
 
 def test_what_differs_from_the_recorded_start_is_named(monkeypatch):
     here = {"ranks": 1, "device": "NVIDIA H100", "torch": torch.__version__, "commit": "c0ffee"}
-    here["options"] = {"deterministic": False}
+    here |= {"options": {"deterministic": False}, "decisions": {}}
     monkeypatch.setattr(replay, "device_name", lambda _: "NVIDIA H100")
     gpu = Ranks(torch.device("cuda"))
-    assert [*replay.changes(here, gpu)] == ["CUDA without --deterministic"]
+    assert [*replay.changes(here, gpu)] == ["CUDA, or DDP on more than two processes, without --deterministic"]
     here["options"] = {"deterministic": True}
     assert not replay.changes(here | {"ranks": 4}, gpu)
     other = {"ranks": 4, "device": "NVIDIA A100", "torch": "2.9.0", "commit": "badcab"}

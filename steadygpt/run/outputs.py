@@ -65,7 +65,7 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
             checkpoint = checkpoint | {"starts": starts, "best_val_loss": None}
         writer.resume(checkpoint, None if history.is_fork else history.path)
         records, reason = repeated_records(logdir / METRICS, history.step, now["parent"], now["how"])
-        is_exact = plan.ranks.device.type == "cpu" or config.deterministic
+        is_exact = config.repeats_bits(plan.ranks.device.type, plan.ranks.world_size)
         repeats = Repeats(log, history.step, records, reason, is_exact)
     log.note(checkpoint_bytes=size)
     log.open(history.step, now)

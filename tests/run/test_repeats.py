@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import alerts_of, load, metrics, open_log, run_here
+from harness import run_to_end
 from injected import acting_here, signal_at
 from test_metrics import start_line, steps, write_lines
 from test_train import folders
@@ -158,3 +159,12 @@ def test_where_bits_are_not_promised_the_largest_difference_is_shown_without_a_w
         "(relative), as is usual without --deterministic"
     )
     assert not capsys.readouterr().err
+
+
+def test_a_sum_over_three_processes_in_another_order_is_not_taken_for_a_fault(workdir):
+    flags = ("--total_batch_size", "192", "--max_steps", "9", "--checkpoint_freq", "5", *folders("run"))
+    run_to_end(*flags, ranks=3)
+    Path("run/latest.pt").unlink()
+    said = run_to_end(*flags, "--resume", "run/rolling_step_000005.pt", ranks=3)
+    assert "resumed at step 5: repeated 4 steps" in said
+    assert "warning: " not in said
