@@ -49,12 +49,13 @@ def counts(results: str) -> Counter:
     return Counter({outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|skipped|failed)", results)})
 
 
-def test_the_header_of_the_fault_storm_is_the_sum_of_its_rows():
+def test_the_header_of_the_fault_storm_counts_at_least_its_largest_row():
+    """A test may be in several rows, and the storm runs further ones."""
     lines = text("docs/RELIABILITY.md").splitlines()
     [header] = [line for line in lines if line.startswith("Last complete run: ")]
-    rows = [line.split("|")[-2] for line in lines if line.startswith("|") and ".py::" in line]
-    totals: Counter = sum(map(counts, rows), Counter())
-    assert counts(header) == totals
+    rows = [counts(line.split("|")[-2]) for line in lines if line.startswith("|") and ".py::" in line]
+    assert counts(header)["passed"] >= max(row["passed"] for row in rows)
+    assert all(set(row) <= {"passed", "skipped"} for row in rows), "a fault was not as promised"
 
 
 def names_in(paths: Iterable[Path]) -> set[str]:
