@@ -30,9 +30,10 @@ from generate import sample_texts
 from hellaswag_eval import Tree, load_tasks, score_examples
 from model import GPT, GPTConfig, new_model
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
-from steadygpt.base.options import run_cli
+from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
+from steadygpt.base.text import some
 from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, check_tensors, trained_with
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.checkpoint.saves import Saves
@@ -44,6 +45,7 @@ from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
+from steadygpt.machine.digests import Corrupted, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
@@ -56,6 +58,9 @@ from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
+ADVICE_AFTER_CORRUPTION = (
+    "its memory or its chip is wrong. Nothing of this is saved; resume with --resume latest without that machine"
+)
 GO_ON = 75  # exit status: EX_TEMPFAIL of sysexits.h
 MEASURE_S = 10.0  # of measured steps
 
@@ -292,6 +297,8 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
             tiers = schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
+            if run.config.check_steps and state.step % run.config.check_steps == 0:
+                check_replicas(run)
             if saves.is_due(state.step, is_special=last or bool(tiers)):
                 save(run)
             evaluate(run, everything=last)
@@ -321,6 +328,10 @@ def run_to_end(run: Run) -> int:
             if stopped.reason == "saves failed":
                 ending = "failed", stopped.reason
                 log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
+        except Corrupted as corrupted:  # so it is not saved
+            reason = str(corrupted)
+            log.warn(f"step {run.state.step}: {reason}; {ADVICE_AFTER_CORRUPTION}", event="corruption")
+            return 1
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.row  # where the weights still are
             ending = "failed", str(diverged)
@@ -354,18 +365,34 @@ def run_to_end(run: Run) -> int:
 def save(run: Run) -> None:
     """Save the run in the background, once the results of all steps so far are read.
 
-    Raises: Diverged.
+    Raises: Diverged or Corrupted.
     """
     run.results.read_all()
     step, rows = run.state.step, run.state.rows_consumed
     run.saves.save(step, lambda: capture(run), run.plan.schedule.tiers(step, rows))
 
 
+def check_replicas(run: Run) -> dict[str, int]:
+    """Compare the ranks that should have the same weights and optimizer state; return the digests of the whole.
+
+    Raises: Corrupted.
+    """
+    config, ranks = run.config, run.ranks
+    repairs = config.on_corruption == "repair"
+    digests, differed = compare_replicas(run.model, run.optimizer, ranks, config.shards(ranks.world_size), repairs)
+    if differed:
+        run.log.warn(f"step {run.state.step}: {differed}; repaired", event="corruption")
+    return digests
+
+
 def capture(run: Run) -> Callable[[], dict]:
     """Start copying a checkpoint's content to host memory, on all ranks; return a function that waits for it.
 
     The copy is whole on rank 0, and valid until the next capture.
+
+    Raises: Corrupted.
     """
+    digests = check_replicas(run)
     tensors = run.host_copy.start(run.model, run.optimizer)
     content = {
         "format_version": FORMAT_VERSION,
@@ -378,6 +405,7 @@ def capture(run: Run) -> Callable[[], dict]:
         "epoch": run.plan.schedule.epochs(run.state.rows_consumed),
         "data_fingerprint": run.plan.fingerprint,
         "starts": run.plan.starts,
+        "digests": digests,
         **run.plan.data.tokenizer_record._asdict(),
     }
 
@@ -401,6 +429,13 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
+        # Of what is now on the device; a rank of several has only parts of it under FSDP.
+        on_device = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))[0]
+        if differs := [name for name, number in on_device.items() if checkpoint["digests"].get(name, number) != number]:
+            raise UserError(
+                f"{history.path}: {', '.join(some(differs, 'tensor'))} changed on the way to {ranks.device}; "
+                "its memory or the host's is wrong. Resume on another machine"
+            )
     saved = {name: checkpoint[name] for name in TrainState.__annotations__} if checkpoint else {}
     state = TrainState(**saved)
     if loaded:  # unmap the file: later saves replace it, and the disk has its space back

@@ -175,6 +175,9 @@ class TrainConfig(GPTConfig):
     max_hours: float = _optim(0.0, "stop and save this many hours after the start of the process; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder for the checkpoints of this run", on_resume="launch")
+    check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
+    on_corruption: str = _saves("stop", "if a replica differs: stop; or repair it with the state of most ranks",
+                                choices=("stop", "repair"))
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
     checkpoint_minutes: float = _saves(1.0, "minutes between timed saves, more if they cost over 1% of time; 0 = off")
     keep_checkpoints: int = _saves(10, "rolling checkpoints to keep, the newest", at_least=1)

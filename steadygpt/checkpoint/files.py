@@ -33,9 +33,10 @@ from steadygpt.base.progress import say
 from steadygpt.base.typed import Count, Loss, parse_json, typed
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
+from steadygpt.machine.digests import check_digests
 from steadygpt.machine.host import process_age_s
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
@@ -48,7 +49,15 @@ Evaluations = dict[int, dict[str, Loss | None]]  # step -> {"val_loss": ..., "va
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
 # What weights hold that no run can resume from.
-WITHOUT_RUN = {"optimizer": {}, "scaler": {}, "lr": 0.0, "epoch": 0.0, "starts": [], "data_fingerprint": {}}
+WITHOUT_RUN = {
+    "optimizer": {},
+    "scaler": {},
+    "lr": 0.0,
+    "epoch": 0.0,
+    "starts": [],
+    "data_fingerprint": {},
+    "digests": {},
+}
 
 
 class Start(TypedDict):
@@ -83,6 +92,7 @@ class Weights(TypedDict):
     starts: list[Start]  # of the run, this one last
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
     saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
+    digests: dict[str, int]  # of the weights and the optimizer's state on the device that trained them
 
 
 def trained_with(entry: Start) -> TrainConfig:
@@ -335,6 +345,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     try:
         shape.check_shape()
         check_numbers(found)
+        check_digests(named_tensors(found), found["digests"])
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
     expected = rows = found["rows_consumed"]

@@ -199,6 +199,21 @@ def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
     train.GPT.forward = bad_forward
 
 
+def flip_bit(step: int, which_rank: int, name: str, kind: str, rank: int) -> None:
+    """Flip a bit of a weight, or of a kind of the optimizer's state for it, on one rank, after a step."""
+    take_step = train.train_step
+
+    def flipping(run, batches):
+        result = take_step(run, batches)
+        if (run.state.step, rank) == (step + 1, which_rank):
+            weight = run.model.get_parameter(name)
+            tensor = run.optimizer.state[weight][kind] if kind else weight.detach()
+            getattr(tensor, "to_local", lambda: tensor)().view(-1).view(torch.int32)[0] ^= 1 << 12
+        return result
+
+    train.train_step = flipping
+
+
 def fail_save(number: int, error: Exception, rank: int) -> None:
     """Make one save fail, counted from 0."""
     save, numbers = torch.save, itertools.count()

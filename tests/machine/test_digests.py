@@ -1,0 +1,159 @@
+"""Digests of bits: of parts, of replicas, and of what is copied, saved and loaded."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FSDP, MODERN, load, run_here
+from harness import Run, assert_equals_reference, folders, run_to_end
+from hypothesis import given
+from hypothesis import strategies as st
+from injected import flip_bit
+
+import train
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint import files
+from steadygpt.checkpoint.host_copy import HostCopy
+from steadygpt.machine import digests
+from steadygpt.machine.digests import digest, in_minority
+
+BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50)
+FLAGS = (
+    "--check_steps",
+    "2",
+    "--total_batch_size",
+    "256",
+    "--max_steps",
+    "12",
+    "--checkpoint_freq",
+    "5",
+    "--steps_per_epoch",
+    "99",
+)
+
+
+def numbers(bits: list[int]) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+@given(BITS, st.data())
+def test_digests_of_parts_add_up_in_any_order(bits, data):
+    cut = data.draw(st.integers(0, len(bits)))
+    parts = numbers(bits[cut:]), numbers(bits[:cut])
+    assert int(digest(numbers(bits))) == int(sum(digest(part) for part in parts))
+
+
+@given(BITS, st.data())
+def test_a_number_that_changes_always_shows(bits, data):
+    place = data.draw(st.integers(0, len(bits) - 1))
+    other = data.draw(st.integers(-(2**31), 2**31 - 1).filter(lambda number: number != bits[place]))
+    assert digest(numbers(bits)) != digest(numbers([*bits[:place], other, *bits[place + 1 :]]))
+
+
+def test_a_large_tensor_is_read_in_parts(monkeypatch):
+    tensor = torch.randn(1000)
+    whole = digest(tensor)
+    monkeypatch.setattr(digests, "AT_ONCE", 64)
+    assert digest(tensor) == digest(tensor.view(10, 100).mT) == whole
+
+
+@pytest.mark.parametrize(("of_replicas", "odd"), [
+    ([5], [0]), ([5, 5], [0, 0]), ([5, 6], [1, 1]), ([5, 5, 6], [0, 0, 1]), ([6, 5, 5, 5], [1, 0, 0, 0]),
+    ([5, 5, 6, 6], [1, 1, 1, 1]), ([4, 5, 6], [1, 1, 1]),
+])  # fmt: skip
+def test_the_replicas_that_are_not_as_most_are_named(of_replicas, odd):
+    assert in_minority(torch.tensor(of_replicas)).tolist() == [bool(number) for number in odd]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs in which a bit flips
+
+
+@pytest.mark.parametrize(("ranks", "where", "named", "recipe"), [
+    (3, (1, "wte.weight", ""), "rank 1: wte.weight", ()),
+    (2, (1, "h.1.mlp.c_fc.bias", "exp_avg_sq"), "rank 0 and 1: h.1.mlp.c_fc.bias.exp_avg_sq", ()),
+    (3, (0, "h.0.attn.c_attn.weight", "momentum_buffer"), "rank 0: h.0.attn.c_attn.weight.momentum_buffer", MODERN),
+    (4, (3, "h.0.ln_1.weight", ""), "rank 1 and 3: h.0.ln_1.weight", (*FSDP, "--shard_size", "2")),
+], ids=["weight", "moment", "momentum", "hybrid"])  # fmt: skip
+def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where, named, recipe):
+    """The checks are before steps 6 and 8, and the bit flips after step 7."""
+    flags = (*FLAGS, *recipe, "--total_batch_size", str(64 * ranks), *folders("run"))
+    run = Run(*flags, ranks=ranks, faults=[partial(flip_bit, 7, *where)])
+    assert set(run.wait()) == {1}, run.text()
+    assert f"\nwarning: step 8: {named} not as on other ranks; its memory" in run.text()
+    assert "Traceback" not in run.text()
+    assert load("run/ckpt/latest.pt")["step"] < 8
+    assert json.loads(Path("run/ckpt/status.json").read_text())["status"] == "failed"
+    run_to_end(*flags, "--resume", "latest", ranks=ranks)
+    if ranks != 3:  # of three numbers, the sum depends on their order, which DDP chooses
+        run_to_end(*flags, *folders("reference"), ranks=ranks)
+        assert_equals_reference("run")
+
+
+def test_a_replica_is_repaired_with_those_of_most_ranks(workdir):
+    flags = (*FLAGS, "--total_batch_size", "192", "--on_corruption", "repair", *folders("run"))
+    run = Run(*flags, ranks=3, faults=[partial(flip_bit, 7, 2, "wte.weight", "exp_avg")])
+    assert set(run.wait()) == {0}, run.text()
+    [warning] = [line for line in run.text().splitlines() if line.startswith("warning: ")]
+    assert warning == "warning: step 8: rank 2: wte.weight.exp_avg not as on other ranks; repaired"
+    assert load("run/ckpt/latest.pt")["step"] == 12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# copies and files
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_has_the_digests_of_what_the_device_had(workdir, ranks):
+    run_to_end(*FLAGS, *folders("run"), ranks=ranks)
+    run_to_end(*FLAGS, *FSDP, *folders("fsdp"), ranks=2)
+    for place in ("run", "fsdp"):
+        saved = load(f"{place}/ckpt/latest.pt")
+        tensors = files.named_tensors(saved)
+        assert tensors.keys() - saved["digests"].keys() == {"lm_head.weight"}  # the same tensor as wte.weight
+        assert all(int(digest(tensors[name])) == number for name, number in saved["digests"].items())
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_bit_that_changed_in_a_file_with_valid_checksums_is_found(workdir, capsys, kind):
+    assert run_here(*FLAGS) == 0
+    saved = load("checkpoints/latest.pt")
+    tensor = saved["model"]["wte.weight"] if kind == "model" else saved["optimizer"]["wte.weight"]["exp_avg"]
+    tensor.view(torch.int32)[7, 0] ^= 1 << 22
+    torch.save(saved, "checkpoints/latest.pt")
+    capsys.readouterr()
+    assert run_here("--resume", "latest", *FLAGS, "--max_steps", "14") == 0
+    said = capsys.readouterr().out
+    name = "wte.weight" + ".exp_avg" * (kind == "optimizer")
+    assert f"latest.pt, step 12: corrupt ({name} is not what it was in training" in said
+    assert "resumed      from checkpoints/rolling_step_000010.pt at step 10" in said
+
+
+def test_a_copy_to_the_host_that_differs_is_not_saved(workdir, monkeypatch, capsys):
+    copy = HostCopy._copy
+
+    def flipping(self, name, kind, tensor):
+        found = copy(self, name, kind, tensor)
+        if name == "wte.weight":
+            found.view(torch.int32).view(-1)[0] ^= 1
+        return found
+
+    monkeypatch.setattr(HostCopy, "_copy", flipping)
+    assert run_here(*FLAGS) == 1
+    assert "step 5 was not saved: wte.weight is not what it was in training" in capsys.readouterr().err
+    assert not Path("checkpoints/latest.pt").exists()
+
+
+def test_a_weight_that_changes_on_its_way_to_the_device_is_refused(workdir, monkeypatch):
+    assert run_here(*FLAGS) == 0
+    fill = train.fill
+
+    def flipping(model, weight, ranks):
+        fill(model, weight, ranks)
+        model.wte.weight.detach().view(torch.int32)[0] ^= 1
+
+    monkeypatch.setattr(train, "fill", flipping)
+    with pytest.raises(UserError, match=r"latest\.pt: wte\.weight changed on the way to cpu; its memory or"):
+        run_here("--resume", "latest", *FLAGS, "--max_steps", "14")
