@@ -19,11 +19,11 @@ def git_commit() -> str:
 
 
 def code_digest() -> str:
-    """Return the beginning of the SHA-256 of the code: the programs in the checkout, and this package."""
-    package, digest = Path(__path__[0]), hashlib.sha256()
-    for path in sorted([*package.parent.glob("*.py"), *package.rglob("*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    """Return the beginning of the SHA-256 of the code: this package, and the programs beside it that import it."""
+    package = Path(__path__[0])
+    programs = [text for path in sorted(package.parent.glob("*.py")) if b"steadygpt" in (text := path.read_bytes())]
+    modules = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    return hashlib.sha256(b"".join(programs + modules)).hexdigest()[:12]
 
 
 def version_text() -> str:

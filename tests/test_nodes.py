@@ -192,6 +192,18 @@ def test_options_of_other_nodes_are_named_and_ignored(nodes):
     in_ranks(2, give_other_options)
 
 
+def resume_the_folder() -> None:
+    enter_node()
+    config, given = parse_args([*TINY, "--resume", "checkpoints"])
+    with joined("cpu") as ranks, contextlib.ExitStack() as held:
+        notes = open_history(config, given, ranks, held).notes
+    assert notes[0].startswith("resumed ")
+
+
+def test_a_folder_that_only_node_0_has_is_no_other_option(nodes):
+    in_ranks(2, resume_the_folder)
+
+
 def ask_on_node_0(reason: str, is_notice: bool) -> None:
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     with joined("cpu") as ranks:

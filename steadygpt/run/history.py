@@ -75,8 +75,9 @@ class History:
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
     check_programs(ranks)
-    own, config = config, ranks.from_main(lambda: in_its_folder(config, given))
-    folder, ignored = Path(config.checkpoint_dir), ignored_options(own, config, given, ranks)
+    ignored = ignored_options(config, ranks.broadcast(config), given, ranks)
+    config = ranks.from_main(lambda: in_its_folder(config, given))
+    folder = Path(config.checkpoint_dir)
     compares = config.resume in ("latest", "auto") and ranks.world_size > 1
     # A mirror has the newest of all machines.
     if compares and not ranks.from_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror"))):
