@@ -72,11 +72,14 @@ def test_the_replicas_that_are_not_as_most_are_named(of_replicas, odd):
 
 
 @pytest.mark.parametrize(("ranks", "where", "named", "recipe"), [
-    (3, (1, "wte.weight", ""), "rank 1: wte.weight", ()),
-    (2, (1, "h.1.mlp.c_fc.bias", "exp_avg_sq"), "rank 0 and 1: h.1.mlp.c_fc.bias.exp_avg_sq", ()),
-    (3, (0, "h.0.attn.c_attn.weight", "momentum_buffer"), "rank 0: h.0.attn.c_attn.weight.momentum_buffer", MODERN),
-    (4, (3, "h.0.ln_1.weight", ""), "rank 1 and 3: h.0.ln_1.weight", (*FSDP, "--shard_size", "2")),
-], ids=["weight", "moment", "momentum", "hybrid"])  # fmt: skip
+    pytest.param(3, (1, "wte.weight", ""), "rank 1: wte.weight", (), id="weight"),
+    pytest.param(2, (1, "h.1.mlp.c_fc.bias", "exp_avg_sq"), "rank 0 and 1: h.1.mlp.c_fc.bias.exp_avg_sq", (),
+                 id="moment", marks=pytest.mark.storm),
+    pytest.param(3, (0, "h.0.attn.c_attn.weight", "momentum_buffer"), "rank 0: h.0.attn.c_attn.weight.momentum_buffer",
+                 MODERN, id="momentum", marks=pytest.mark.storm),
+    pytest.param(4, (3, "h.0.ln_1.weight", ""), "rank 1 and 3: h.0.ln_1.weight", (*FSDP, "--shard_size", "2"),
+                 id="hybrid"),
+])  # fmt: skip
 def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where, named, recipe):
     """The checks are before steps 6 and 8, and the bit flips after step 7."""
     flags = (*FLAGS, *recipe, "--total_batch_size", str(64 * ranks), *folders("run"))
