@@ -122,7 +122,7 @@ MUTATIONS = [
         "steadygpt/machine/gradient_sum.py",
         "zip(sums[::2], sums[1::2], strict=True)",
         "zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)",
-        "test_deterministic",
+        "faults/test_equal",
     ),
     # Bad steps.
     Mutation(
