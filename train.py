@@ -287,9 +287,10 @@ def evaluate(run: Run, everything: bool) -> None:
 def train(run: Run, step_ended: Callable[[], None]) -> None:
     """Save, evaluate and take steps, up to the last step.
 
-    Raises: Stopped or Diverged, on all ranks together.
+    Raises: Stopped, Diverged or Corrupted, on all ranks together.
     """
     state, schedule, saves, results = run.state, run.plan.schedule, run.saves, run.results
+    has_replicas = run.ranks.world_size > run.config.shards(run.ranks.world_size)
     results.restart_clock()
     with closing(run.training_batches()) as batches:
         while True:
@@ -297,10 +298,10 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
             tiers = schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
-            if run.config.check_steps and state.step % run.config.check_steps == 0:
-                check_replicas(run)
             if saves.is_due(state.step, is_special=last or bool(tiers)):
                 save(run)
+            elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
+                check_replicas(run)
             evaluate(run, everything=last)
             if last:
                 return results.read_all()
@@ -328,10 +329,6 @@ def run_to_end(run: Run) -> int:
             if stopped.reason == "saves failed":
                 ending = "failed", stopped.reason
                 log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
-        except Corrupted as corrupted:  # so it is not saved
-            reason = str(corrupted)
-            log.warn(f"step {run.state.step}: {reason}; {ADVICE_AFTER_CORRUPTION}", event="corruption")
-            return 1
         except Diverged as diverged:
             run.state.step, run.state.rows_consumed = diverged.step, diverged.row  # where the weights still are
             ending = "failed", str(diverged)
@@ -341,6 +338,10 @@ def run_to_end(run: Run) -> int:
         status, reason = ending
         if not saves.is_saved(run.state.step):
             status, reason = "failed", f"{reason}; the last save failed".removeprefix("; ")
+    except Corrupted as corrupted:  # also of the last save
+        reason = str(corrupted)
+        log.warn(f"step {run.state.step}: {reason}; {ADVICE_AFTER_CORRUPTION}", event="corruption")
+        return 1
     except Exception as error:
         reason = brief(error)
         raise

@@ -28,7 +28,7 @@ def digest(tensor: Tensor) -> Tensor:
     return total
 
 
-class Corrupted(Exception):
+class Corrupted(UserError):
     """Ranks that should have the same weights and optimizer state differ."""
 
 

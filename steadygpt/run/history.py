@@ -74,7 +74,8 @@ class History:
 
 def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, held: ExitStack) -> History:
     """Find on rank 0 what a run continues, and merge its options with those given; `held` locks its folder."""
-    check_programs(ranks)
+    if ranks.world_size > 1:
+        check_programs(ranks)
     ignored = ignored_options(config, ranks.broadcast(config), given, ranks)
     config = ranks.from_main(lambda: in_its_folder(config, given))
     folder = Path(config.checkpoint_dir)
