@@ -201,6 +201,14 @@ def test_a_machine_with_newer_checkpoints_on_its_own_disk_is_not_ignored(network
         assert "m2:" in (line := refusal_of(machine)) and "has newer checkpoints than rank 0's" in line
 
 
+def assert_ends_as_if_uninterrupted(both: list[Machine]) -> None:
+    for machine in both:
+        machine.wait_for("^the loop has ended", 240)
+    run_to_end(*FLAGS, *folders("reference"), ranks=2)
+    os.rename("m1/run", "run")
+    assert_equals_reference("run")
+
+
 def test_a_link_that_is_cut_for_seconds_changes_nothing(network):
     both = [network.start(name, nnodes="2", folder="m1") for name in ("m1", "m2")]
     for number in range(3):
@@ -208,11 +216,7 @@ def test_a_link_that_is_cut_for_seconds_changes_nothing(network):
         network.link("m2", "down")
         time.sleep(3)
         network.link("m2", "up")
-    for machine in both:
-        machine.wait_for("^the loop has ended", 120)
-    run_to_end(*FLAGS, *folders("reference"), ranks=2)
-    os.rename("m1/run", "run")
-    assert_equals_reference("run")
+    assert_ends_as_if_uninterrupted(both)
 
 
 def test_a_link_that_is_cut_for_good_is_known_to_both_sides(network):
@@ -225,8 +229,4 @@ def test_a_link_that_is_cut_for_good_is_known_to_both_sides(network):
     for machine in both:
         machine.wait_for("lost another rank", 120)
     network.link("m2", "up")
-    for machine in both:
-        machine.wait_for("^the loop has ended", 240)
-    run_to_end(*FLAGS, *folders("reference"), ranks=2)
-    os.rename("m1/run", "run")
-    assert_equals_reference("run")
+    assert_ends_as_if_uninterrupted(both)
