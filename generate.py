@@ -6,7 +6,7 @@ python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.convert.weights import CheckpointOptions, load_model
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
-from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
+from steadygpt.machine.device import Recorded, any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
 
 
@@ -42,14 +42,47 @@ def generate(
         vocab_size: ids from here on are never sampled: the tokenizer cannot decode them.
     """
     context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
+    step = None
     with evaluating(model), any_length():
         for _ in range(max_tokens):
             # Beyond the context every token has moved to another position, so the cache is no longer valid.
             fits = idx.size(1) <= context
-            logits = model(idx[:, cache.length :], cache=cache) if fits else model(idx[:, -context:])
+            if fits and cache.length and can_record(model):
+                step = step or recorded_step(model, cache, idx[:, -1:])
+                logits = step(idx[:, -1:])
+            else:
+                logits = model(idx[:, cache.length :], cache=cache) if fits else model(idx[:, -context:])
             token = sample(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
             idx = torch.cat([idx, token], dim=1)
     return idx
+
+
+def can_record(model: GPT) -> bool:
+    """Return whether a CUDA graph can compute a token: on one GPU, not with FSDP, whose graph would hold transfers."""
+    return model.wte.weight.is_cuda and not hasattr(model.wte.weight, "full_tensor")
+
+
+def recorded_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function from each row's next token (B, 1) to logits, which a GPU launches as one graph.
+
+    A graph repeats its work at the same addresses. So attention sees the whole cache, of which a mask covers what is
+    not there yet, and the position is a tensor.
+    """
+    token, position = torch.empty_like(like), torch.tensor([cache.length], device=like.device)
+    places = torch.arange(cache.max_length, device=like.device).view(1, 1, 1, -1)
+
+    def step() -> Tensor:
+        logits = model(token, cache=cache, positions=position, mask=places <= position)
+        position.add_(1)
+        return logits
+
+    replay = Recorded(step, like.device)
+
+    def next_logits(last: Tensor) -> Tensor:
+        token.copy_(last)
+        return replay()
+
+    return next_logits
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

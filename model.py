@@ -49,23 +49,24 @@ class KVCache:
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated by the first append, which knows batch and dtype
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, kv_heads, T, head_size) keys and values of one layer; return all of that layer."""
-        B, H, T, D = k.shape
-        if layer == len(self.layers):
-            self.layers.append((k.new_empty(B, H, self.max_length, D), k.new_empty(B, H, self.max_length, D)))
+    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+        """Put (B, kv_heads, T, head_size) keys and values of one layer at (T,) positions; return the first `seen`."""
+        B, H, _, D = k.shape
+        if layer == len(self.layers):  # zeros, because a mask may cover what is not there yet, but not a NaN
+            self.layers.append((k.new_zeros(B, H, self.max_length, D), k.new_zeros(B, H, self.max_length, D)))
         keys, values = self.layers[layer]
-        keys.narrow(2, self.length, T).copy_(k)
-        values.narrow(2, self.length, T).copy_(v)
-        return keys.narrow(2, 0, self.length + T), values.narrow(2, 0, self.length + T)
+        keys.index_copy_(2, positions, k)
+        values.index_copy_(2, positions, v)
+        return keys.narrow(2, 0, seen), values.narrow(2, 0, seen)
 
 
 class AttentionArgs(NamedTuple):
     """The arguments of attention that all blocks share."""
 
+    positions: Tensor  # (T,) or (B, T)
     rotary: Tensor | None = None  # rows of rotary_table; None: learned positions
     cache: KVCache | None = None
-    mask: Tensor | None = None  # (B, 1, T, T) bool
+    mask: Tensor | None = None  # (B, 1, T, S) bool
 
 
 def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
@@ -152,7 +153,8 @@ class Attention(nn.Module):
             q, k = rotate(q, args.rotary), rotate(k, args.rotary)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, head_size)
         if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
-            k, v = args.cache.append(self.layer, k, v)
+            seen = args.cache.length + T if args.mask is None else args.mask.size(-1)
+            k, v = args.cache.append(self.layer, args.positions, k, v, seen)
         y = attention(q, k, v, args.mask, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, -1)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
@@ -281,8 +283,10 @@ class GPT(nn.Module):
             reduction: "mean" for a scalar; "none" for (B, T) losses, 0 where the target is ignored; "scored" for one
                 loss per target that is not ignored, in row-major order, with logits computed only there.
             cache: is extended by these tokens; then only the last token's logits are returned.
-            positions: (B, T) int64, each below context_length; T may then be larger. Default: 0, 1, 2, ...
-            mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees. Default: itself and those before it.
+            positions: (B, T) int64, or (T,) with a cache, each below context_length; T may then be larger. Default:
+                0, 1, 2, ... after the tokens in the cache.
+            mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees, with a cache (1, 1, T, S) of the
+                first S places in it. Default: itself and those before it.
 
         Returns:
             (B, T, padded_vocab_size) logits, -inf in the padding, with a cache of the last token only; or the fp32
@@ -296,7 +300,8 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(positions)
         rotary = None if self.rotary is None else self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
-        x, args = F.dropout(self.ln_0(x), self.config.dropout, self.training), AttentionArgs(rotary, cache, mask)
+        x = F.dropout(self.ln_0(x), self.config.dropout, self.training)
+        args = AttentionArgs(positions, rotary, cache, mask)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
             x = x.bfloat16()  # and with it the residual stream; in fp16, its largest values could overflow
         for block in self.h:

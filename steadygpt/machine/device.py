@@ -185,6 +185,31 @@ def any_length():
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
+class Recorded:
+    """A function whose kernels a GPU launches at once, as a CUDA graph, from its third call on.
+
+    It works on the same memory in each call, which overwrites the result of the one before. The first call lets
+    libraries choose kernels and allocate; the second one records.
+    """
+
+    def __init__(self, function: Callable[[], torch.Tensor], device: torch.device):
+        self.function, self.device = function, device
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls = 0
+
+    def __call__(self) -> torch.Tensor:
+        self.calls += 1
+        if self.device.type != "cuda" or self.calls == 1:
+            return self.function()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads, which write checkpoints and read data, may allocate meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.result = self.function()
+        self.graph.replay()
+        return self.result
+
+
 def compute_alone() -> None:
     """Let this thread, which works beside training, compute without the help of others.
 
