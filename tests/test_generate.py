@@ -39,8 +39,10 @@ def test_cache_has_the_dtype_of_autocast(norm, monkeypatch):
 
 @both_families
 @pytest.mark.parametrize("prompt_length", [1, 5, 12, 20])
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_cache_does_not_change_generated_tokens(family, prompt_length, temperature):
+@pytest.mark.parametrize(("temperature", "as_on_a_gpu"), [(0, False), (0.9, False), (0.9, True)])
+def test_cache_does_not_change_generated_tokens(family, prompt_length, temperature, as_on_a_gpu, monkeypatch):
+    if as_on_a_gpu:  # attention sees the whole cache, masked; test_on_device.py records a graph of it
+        monkeypatch.setattr("generate.can_record", lambda model: True)
     model, plain = small(**family), ids(3, prompt_length)
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
     cached = generate(model, plain, 25, temperature, top_k=20, generator=random[0])

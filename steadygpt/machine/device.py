@@ -186,7 +186,7 @@ def any_length():
 
 
 class Recorded:
-    """A function whose kernels a GPU launches at once, as a CUDA graph, from its third call on.
+    """A function whose kernels a GPU launches at once, as a CUDA graph, from its second call on.
 
     It works on the same memory in each call, which overwrites the result of the one before. The first call lets
     libraries choose kernels and allocate; the second one records.
