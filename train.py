@@ -44,6 +44,7 @@ from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
+from steadygpt.machine.audit import Audits
 from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
 from steadygpt.machine.digests import Corrupted, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
@@ -82,6 +83,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
     state: TrainState  # the step, the rows consumed, losses: everything else that a checkpoint needs
+    audits: Audits
     judge: Judge  # decides on the device which updates are skipped
     results: Results  # reads what steps measured while the device continues: logs it, and updates the state's losses
     host_copy: HostCopy  # the memory that saves copy weights and optimizer state to
@@ -155,6 +157,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     run = Run(
         plan=plan, config=config, ranks=ranks, rows=Mixture(streams, phase_of(plan.starts), config.seed), model=model,
         forward=forward, gradient_sum=gradient_sum, optimizer=optimizer, scaler=scaler, state=state,
+        audits=Audits(ranks, config.deterministic or device.type == "cpu", config.sharding == "fsdp"),
         judge=Judge(config, device, state.recent_losses, state.bad_steps),
         results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats), host_copy=HostCopy(ranks),
         stop=stop, log=log, saves=saves, tokenizer=tokenizer, tasks=tasks,
@@ -182,21 +185,14 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
     lr = run.plan.schedule.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
-    # Gradients that are views, of DDP's buckets or of their sum, are set to zero in place.
-    run.optimizer.zero_grad(set_to_none=not (run.gradient_sum or isinstance(run.forward, DistributedDataParallel)))
+    zero_gradients(run)
+    # DDP and FSDP average over the ranks.
+    share = micro_batches if run.gradient_sum else micro_steps
     losses = []
     for micro_step in range(micro_steps):
         run.stop.check()
-        # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
-        micro_batch = ranks.rank * micro_steps + micro_step
-        seed(ranks.device, ((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
-        inputs, targets = batches.next()
         with parallel.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
-            with run.autocast():
-                loss = run.forward(inputs, targets)
-            # DDP and FSDP average over the ranks.
-            run.scaler.scale(loss / (micro_batches if run.gradient_sum else micro_steps)).backward()
-        losses.append(loss.detach())
+            losses.append(add_gradients(run, ranks.rank * micro_steps + micro_step, batches, share))
         if run.gradient_sum and (micro_step + 1) % of_virtual_rank == 0:
             run.gradient_sum.end_virtual_rank(micro_step // of_virtual_rank, micro_steps // of_virtual_rank)
     run.scaler.unscale_(run.optimizer)
@@ -209,6 +205,44 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
     update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
     state.step, state.rows_consumed = step + 1, rows.stop
     return pending(step, rows, lr, found)
+
+
+def zero_gradients(run: Run) -> None:
+    # Gradients that are views, of DDP's buckets or of their sum, are set to zero in place.
+    run.optimizer.zero_grad(set_to_none=not (run.gradient_sum or isinstance(run.forward, DistributedDataParallel)))
+
+
+def add_gradients(run: Run, micro_batch: int, batches: BatchLoader, share: int) -> torch.Tensor:
+    """Add a share of the gradients of the next batch, a micro-batch of the step, to those so far; return its loss."""
+    # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
+    seed(run.ranks.device, ((run.config.seed * 1_000_003 + run.state.step) * 65_537 + micro_batch) % 2**63)
+    inputs, targets = batches.next()
+    with run.autocast():
+        loss = run.forward(inputs, targets)
+    run.scaler.scale(loss / share).backward()
+    return loss.detach()
+
+
+def audit(run: Run) -> None:
+    """Compute the first micro-batch of the next step twice, and that of the next rank, and compare the results.
+
+    Raises: Corrupted.
+    """
+    config, ranks, rows = run.config, run.ranks, run.config.step_at(run.state.rows_consumed)
+    micro_steps = len(rows) // (config.mini_batch_size * ranks.world_size)
+
+    def result(rank: int) -> torch.Tensor:
+        zero_gradients(run)
+        loader = BatchLoader(run.rows, [rows], config.mini_batch_size, ranks.device, rank, ranks.world_size)
+        # DDP's gradients stay those of this rank; FSDP sums them up.
+        with closing(loader) as batches, parallel.gradient_sync(run.forward, last=config.sharding == "fsdp"):
+            return run.audits.result(add_gradients(run, rank * micro_steps, batches, 1), run.model)
+
+    own, again = result(ranks.rank), result(ranks.rank)
+    of_next = result((ranks.rank + 1) % ranks.world_size) if ranks.world_size > 1 else again
+    if bound := run.audits.compare(own, again, of_next):
+        run.log.say(bound)
+    run.results.restart_clock()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,6 +339,8 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             evaluate(run, everything=last)
             if last:
                 return results.read_all()
+            if run.config.audit_steps and state.step % run.config.audit_steps == 0:
+                audit(run)
             try:
                 results.add(train_step(run, batches))
             except Stopped:

@@ -176,6 +176,8 @@ class TrainConfig(GPTConfig):
 
     checkpoint_dir: str = _saves("checkpoints", "folder for the checkpoints of this run", on_resume="launch")
     check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
+    audit_steps: int = _saves(0, "steps between audits, in which ranks compute a micro-batch again, and another's; "
+                              "0 = off")
     on_corruption: str = _saves("stop", "if a replica differs: stop; or repair it with the state of most ranks",
                                 choices=("stop", "repair"))
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")

@@ -1,0 +1,70 @@
+"""Work that ranks do again: equal results say nothing, a chip that computes wrongly is named."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FSDP, MODERN
+from harness import Run, assert_equals_reference, folders, run_to_end
+from injected import flip_gradient
+
+from steadygpt.machine.audit import TRIALS, Audits
+from steadygpt.machine.digests import Corrupted
+from steadygpt.machine.ranks import Ranks
+
+FLAGS = ("--audit_steps", "2", "--max_steps", "8", "--checkpoint_freq", "3", "--steps_per_epoch", "99")
+DETERMINISTIC = ("--deterministic", "--dropout", "0.1")
+AGAIN, NEIGHBOUR = "when computed again", "than on the next rank"
+
+
+@pytest.mark.parametrize(("ranks", "recipe"), [
+    pytest.param(1, MODERN, id="one process"),
+    pytest.param(2, DETERMINISTIC, id="deterministic"),
+    pytest.param(2, (*FSDP, "--dropout", "0.1"), id="fsdp", marks=pytest.mark.storm),
+    pytest.param(4, (*FSDP, "--shard_size", "2"), id="hybrid", marks=pytest.mark.storm),
+    pytest.param(2, ("--precision", "fp16"), id="fp16", marks=pytest.mark.storm),
+    pytest.param(2, ("--precision", "bf16", "--compile", "on"), id="bf16, compiled", marks=pytest.mark.storm),
+])  # fmt: skip
+def test_audits_change_no_bit_of_a_run(workdir, ranks, recipe):
+    flags = (*FLAGS, *recipe, "--total_batch_size", "512")
+    text = run_to_end(*flags, *folders("run"), ranks=ranks)
+    assert "warning" not in text
+    run_to_end(*flags, "--audit_steps", "0", *folders("reference"), ranks=ranks)
+    assert_equals_reference("run")
+
+
+@pytest.mark.parametrize(("ranks", "wrong", "times", "found", "recipe"), [
+    # A micro-step of an audit, before steps 0, 2, ...: own, own again, that of the next rank; then those of two steps.
+    pytest.param(1, 0, {7}, f"step 2: rank 0: another result for the same micro-batch {AGAIN}", (), id="once"),
+    pytest.param(3, 1, None, f"step 0: rank 1: another result for the same micro-batch {NEIGHBOUR}", (), id="always"),
+    pytest.param(2, 1, None, f"step 0: rank 0 and 1: another result for the same micro-batch {NEIGHBOUR}", (),
+                 id="always, of two", marks=pytest.mark.storm),
+    pytest.param(4, 3, {2}, f"step 0: rank 0 and 3: another result for the same micro-batch {NEIGHBOUR}", (),
+                 id="once, for the neighbour", marks=pytest.mark.storm),
+    pytest.param(2, 0, {1}, f"step 0: rank 0 and 1: another result for the same micro-batch {AGAIN}", FSDP,
+                 id="once, fsdp", marks=pytest.mark.storm),
+])  # fmt: skip
+def test_a_chip_that_computes_wrongly_is_named(workdir, ranks, wrong, times, found, recipe):
+    size = 64 if ranks == 1 else 32 * ranks
+    flags = (*FLAGS, *recipe, "--total_batch_size", str(size), *folders("run"))
+    run = Run(*flags, ranks=ranks, faults=[partial(flip_gradient, wrong, times)])
+    assert set(run.wait()) == {1}, run.text()
+    assert f"\nwarning: {found}; its memory or its chip is wrong" in run.text()
+    assert "Traceback" not in run.text()
+    assert json.loads(Path("run/ckpt/status.json").read_text())["status"] == "failed"
+
+
+def test_where_bits_may_differ_the_first_audits_set_a_bound():
+    audits, norms = Audits(Ranks(torch.device("cpu")), is_exact=False, is_sharded=False), torch.ones(9).double()
+    said = [audits.compare(norms, norms * (1 + 1e-5 * n), norms) for n in range(TRIALS)]
+    assert said == [
+        *[""] * (TRIALS - 1),
+        "audit 3: results may differ by 0.0002 (relative), 10 times what they did so far",
+    ]
+    assert audits.compare(norms, norms * (1 + 1.9e-4), norms * (1 - 1.9e-4)) == ""
+    infinite = norms * torch.inf  # a gradient that overflows in fp16
+    assert audits.compare(infinite, infinite, infinite) == ""
+    with pytest.raises(Corrupted, match=r"rank 0: .* when computed again"):
+        audits.compare(norms, norms * (1 + 2.1e-4), norms)
