@@ -40,7 +40,7 @@ from steadygpt.run.identity import read_run
 from steadygpt.run.plan import settle
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.starts import difference
-from train import Run, build, capture, train_step
+from train import Run, build, capture, check_replicas, train_step
 
 AS_RECORDED = "code, machine and options are as recorded"
 
@@ -222,9 +222,12 @@ def replay(past: Past, device: str, ranks: Ranks, held: ExitStack) -> bool:
             reasons += found_here  # later parts continue with other bits too
             found = ranks.on_main(partial(find_records, past, so_far, begin, end)) or ({}, "")
             repeats = run.results.repeats = Repeats(log, begin, *found, is_exact=not reasons)
+            digests = ranks.broadcast({step for step, record in repeats.records.items() if "digest" in record})
             log.say(f"steps {begin:,} to {end - 1:,}: {', '.join(found_here) or AS_RECORDED}")
             with closing(run.training_batches()) as batches:
                 while run.state.step < end:
+                    if run.state.step in digests:
+                        check_replicas(run)  # notes its own
                     run.results.add(train_step(run, batches))
                     if run.state.step in past.saves:
                         run.results.read_all()

@@ -46,7 +46,7 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.audit import Audits
 from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
-from steadygpt.machine.digests import Corrupted, compare_replicas
+from steadygpt.machine.digests import Corrupted, combined, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
@@ -226,8 +226,9 @@ def add_gradients(run: Run, micro_batch: int, batches: BatchLoader, share: int) 
 def audit(run: Run) -> None:
     """Compute the first micro-batch of the next step twice, and that of the next rank, and compare the results.
 
-    Raises: Corrupted.
+    Raises: Corrupted, or Diverged by earlier steps.
     """
+    run.results.read_all()
     config, ranks, rows = run.config, run.ranks, run.config.step_at(run.state.rows_consumed)
     micro_steps = len(rows) // (config.mini_batch_size * ranks.world_size)
 
@@ -412,6 +413,8 @@ def save(run: Run) -> None:
 def check_replicas(run: Run) -> dict[str, int]:
     """Compare the ranks that should have the same weights and optimizer state; return the digests of the whole.
 
+    The step's record has one digest of them, for those who repeat the step.
+
     Raises: Corrupted.
     """
     config, ranks = run.config, run.ranks
@@ -419,6 +422,7 @@ def check_replicas(run: Run) -> dict[str, int]:
     digests, differed = compare_replicas(run.model, run.optimizer, ranks, config.shards(ranks.world_size), repairs)
     if differed:
         run.log.warn(f"step {run.state.step}: {differed}; repaired", event="corruption")
+    run.results.digests[run.state.step] = combined(digests)
     return digests
 
 

@@ -203,17 +203,21 @@ def test_the_mirror_has_what_the_folder_lacks(replayed, workdir, capsys):
 # different
 
 
-def test_a_number_changed_in_the_records_is_named(replayed, past):
+@pytest.mark.parametrize(("key", "step"), [("loss", 5), ("digest", 6)])
+def test_a_number_changed_in_the_records_is_named(replayed, past, key, step):
     past(*EVERY_2)
+    Path("checkpoints/rolling_step_000006.pt").unlink()  # the record has the digest of its weights
     path = Path("logs/metrics.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    [record] = [record for record in records if record["step"] == 5 and "loss" in record]
-    true, record["loss"] = record["loss"], 5.25
+    [record] = [record for record in records if record["step"] == step and key in record]
+    true, record[key] = record[key], 5.25
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     status, lines = replayed("--steps", "2:7")
     assert status == 1
-    assert lines[-1].startswith(f"warning: resumed at step 2: repeated step 5 has loss {true!r}, but had 5.25 before")
-    assert replayed("--steps", "6:7")[0] == 0
+    assert lines[-1].startswith(
+        f"warning: resumed at step 2: repeated step {step} has {key} {true!r}, but had 5.25 before"
+    )
+    assert replayed("--steps", "2:4")[0] == 0
 
 
 def test_another_position_in_the_data_is_named(replayed, monkeypatch):

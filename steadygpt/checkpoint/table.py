@@ -12,6 +12,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, printable
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.machine.digests import combined
 
 _LINE = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>12} {:>12}  {}".format
 _TITLE = _LINE("file", "step", "epoch", "loss", "last val", "bits/byte", "size", "age", "state")
@@ -74,7 +75,7 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
 
 def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about what a checkpoint holds: numbers, last start, options, and the shapes of its tensors."""
-    parts = {"content": checkpoint}
+    parts = {"content": {**checkpoint, "digest": combined(checkpoint["digests"])}}
     if starts := checkpoint["starts"]:
         parts |= {"last start": starts[-1], "options": starts[-1]["options"] | starts[-1]["decisions"]}
     for part, values in parts.items():

@@ -120,7 +120,7 @@ class RunLog:
             if line:
                 self.say(line)
             self.tell("log", step, known)
-            self.tell("curves", step, known, group)
+            self.tell("curves", step, {name: number for name, number in known.items() if name != "digest"}, group)
 
     def tell(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""

@@ -11,7 +11,7 @@ from steadygpt.log.metrics import Record, segments, without_nan
 from steadygpt.log.runlog import RunLog
 from steadygpt.run.starts import difference
 
-NUMBERS = ("loss", "grad_norm", "lr")  # of a record that are compared
+NUMBERS = ("loss", "grad_norm", "lr", "digest")  # of a record that are compared
 
 
 def repeated_records(
@@ -63,7 +63,9 @@ class Repeats:
             self.compared += 1
             measured = without_nan(measured)  # as in the record
             for name in NUMBERS:
-                before, now = record.get(name), measured[name]
+                before, now = record.get(name), measured.get(name)
+                if name == "digest" and (None in (before, now) or not self.is_exact):  # some steps have none
+                    continue
                 if before != now and self.is_exact:
                     numbers = f"{name} {json.dumps(now)}, but had {json.dumps(before)} before"
                     line = self._ended(f"repeated step {step:,} has {numbers}")

@@ -120,6 +120,7 @@ class Results:
     flops_per_token: float  # for MFU
     delay: int  # steps whose results are read later, so that a GPU need not wait for the host
     repeats: Repeats  # compares the steps that a resumed run repeats
+    digests: dict[int, int] = field(default_factory=dict)  # of weights and optimizer state, by step, where known
     # Of this start:
     steps: int = 0
     skipped: int = 0  # updates
@@ -171,6 +172,7 @@ class Results:
             "step_ms": step_s * 1000, "steps_per_second": 1 / step_s, "tokens_per_second": speed,
             "mfu": self.mfu(speed), "cost": self.cost(elapsed_s),
             "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9, "epoch": self.schedule.epochs(row),
+            "digest": self.digests.pop(result.step, None),
         }  # fmt: skip
         cost_left = None if is_first else self.cost(left_s)
         facts = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": row * self.config.context_length}
