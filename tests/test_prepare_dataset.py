@@ -246,6 +246,12 @@ def test_skipped_rows_are_counted_and_named(capsys):
     assert "1 skipped (null, not a string)" in captured.out
 
 
+def test_a_first_line_that_is_longer_than_the_sample_does_not_exaggerate_the_forecast(capsys):
+    write_rows("a.jsonl", ["a" * 3_000_000, "b"])
+    prepare("a.jsonl", flags="--tokenizer bytes --val_tokens 1")
+    assert ", about 3,000,000 tokens\n" in capsys.readouterr().err
+
+
 def test_a_first_line_without_text_is_skipped_in_later_files():
     write({"in/0.jsonl": '{"text": "a"}\n{"text": "b"}\n', "in/1.jsonl": '{"meta": 1}\n{"text": "b"}\n'})
     assert prepare("in")["skipped"] == {"no field 'text'": 1}

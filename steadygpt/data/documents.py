@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from steadygpt.base.options import UserError
+from steadygpt.base.text import bytes_text
 from steadygpt.data.ids import ID_SUFFIXES, read_ids
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 GROUP_UNITS = 10  # of a row group that is one part
 # The longest piece of a longer document, about. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
+LONGEST_LINE = 10**9  # bytes of a line of JSON, which takes four times as much memory; longer ones are skipped
 CUT_WINDOW = 4000  # bytes in which a place to cut a text is looked for
 CUT_BEFORE = 4  # bytes before a place to cut that decide whether it is one
 # How a packed text begins, if its name does not say so, and one of UTF-32 or UTF-16 (in this order, for their marks).
@@ -117,7 +119,8 @@ def cut_lines(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[by
                 return
         lines = b""
         if not is_inside and at < start + unit:
-            lines = text.read(start + unit - 1 - at) + text.readline()
+            lines, last = text.read(start + unit - 1 - at), text.readline(LONGEST_LINE)
+            lines, is_inside = lines + last, len(last) == LONGEST_LINE and not last.endswith(b"\n")
             if not lines:
                 return
         at += len(lines)
@@ -232,8 +235,9 @@ def cut_ids(file: BinaryIO, first: int, cut: Cut, suffix: str) -> Parts:
         yield number, int(cut.size * done), num_bytes, ids
 
 
+LINES = (".jsonl", ".ndjson", ".json")
 TEXTS = {f"{suffix}{packed}": cut_pieces for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)}
-TEXTS |= {f"{suffix}{packed}": cut_lines for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED)}
+TEXTS |= {f"{suffix}{packed}": cut_lines for suffix in LINES for packed in ("", *PACKED)}
 CUTTERS: dict[str, Callable[[BinaryIO, int, Cut], Parts]]
 CUTTERS = {suffix: partial(cut_text, suffix=suffix) for suffix in TEXTS} | {".parquet": cut_table}
 CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
@@ -271,7 +275,9 @@ def read_documents(part: Part, text_field: str) -> Iterator[Document]:
             if TEXTS[suffix] is cut_pieces:
                 yield from _piece(part, data)
                 return
-            values = _json_values(part, data, text_field)
+            lines = data.split(b"\n")
+            del data  # a line may be most of the memory
+            values = _json_values(part, lines, text_field)
         for value in values:
             yield Document(ValueError(NO_TEXT) if isinstance(value, str) and not value.strip() else value)
 
@@ -290,19 +296,28 @@ def _open_table(path: str) -> "ParquetFile":
     return pq.ParquetFile(open(path, "rb"))
 
 
-def _json_values(part: Part, data: bytes, text_field: str) -> Iterator[object]:
-    for number, line in enumerate(io.BytesIO(data)):
-        is_first = part.number == number == 0  # of the file
+def _json_values(part: Part, lines: list[bytes], text_field: str) -> Iterator[object]:
+    """Yield the text of each line of JSON, or a ValueError that says why there is none; the list becomes empty."""
+    lines.reverse()
+    for number in range(len(lines)):
+        is_first, is_long = part.number == number == 0, len(lines[-1]) >= LONGEST_LINE  # the first one of the file
+        text = lines.pop().decode("utf-8-sig", "surrogateescape")
+        if not (text or lines):  # what follows the last line break
+            return
+        if is_long:
+            yield ValueError(f"a line of {bytes_text(LONGEST_LINE)} or more")
+            continue
         try:
-            row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+            row = json.loads(text)
         except (ValueError, RecursionError):
-            if not is_first or line.strip() not in (b"[", b"[{", b"{"):
-                yield ValueError("broken JSON" if line.strip() else "blank line")
+            if not is_first or text.strip() not in ("[", "[{", "{"):
+                yield ValueError("broken JSON" if text.strip() else "blank line")
                 continue
             row = []  # begun in this line
         if is_first and isinstance(row, list):
             command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(part.name)} > rows.jsonl"""
             raise UserError(f"{part.name}: found an array or indented JSON; expected one object a line. Try: {command}")
+        del text
         value = field_of(row, text_field)
         if is_first and part.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
             raise no_text_field(part.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])

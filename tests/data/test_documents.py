@@ -106,6 +106,20 @@ def test_a_line_longer_than_many_parts_belongs_to_the_part_in_which_it_begins(sm
     assert sum(map(len, found.values())) == len(lines)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_line_that_is_too_long_is_skipped_and_not_read_whole(small_units, tmp_path, monkeypatch, in_place):
+    monkeypatch.setattr(chunks, "LONGEST_LINE", 500)
+    texts = ["a", "b" * 3000, "c", "d" * 400, "e" * 500]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    skipped = "ValueError('a line of 500 bytes or more')"
+    if not in_place:
+        monkeypatch.setattr(Path, "exists", lambda path: False)  # as of a file that is read over a network
+    source = Source("files", [tmp_path / "a.jsonl"])
+    assert [text for _, text in documents(source)] == ["a", skipped, "c", "d" * 400, skipped]
+    longest = max(len(part.data) for part in source.parts("text", 0)) if not in_place else 0
+    assert longest <= 500 + 2 * source.unit_bytes
+
+
 TEXT = st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300).map(str.encode)
 
 
