@@ -106,7 +106,7 @@ class Source:
         for index in range(file, len(self.names)):
             name, size, path = self.names[index], self.sizes[index], self.paths[index]
             with self.open(index, in_place) as opened, naming(name):
-                cut = Cut(unit, text_field, vocab_size, size, path if path.exists() else None)
+                cut = Cut(unit, text_field, vocab_size, size, None if self.remote and not path.exists() else path)
                 for found in CUTTERS[suffix_of(name)](opened, number if index == file else 0, cut):
                     part, *about = found
                     yield Part(name, index, part, unit, *about)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from steadygpt.base.options import UserError
 from steadygpt.data import documents as chunks
 from steadygpt.data import sources
-from steadygpt.data.documents import OnDisk, cut_document, read_documents
+from steadygpt.data.documents import Cut, OnDisk, cut_document, read_documents
 from steadygpt.data.sources import Source
 
 in_small_parts = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -85,7 +85,7 @@ def test_parts_hold_every_document_wherever_reading_begins_and_the_file_is(kind,
     for begin, part in enumerate(found):
         assert list(source.parts("text", 0, part.file, part.number)) == found[begin:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "exists", lambda path: False)  # as of a file that is read over a network
+        patch.setattr(sources, "Cut", lambda *about: Cut(*about[:-1], None))  # as of a file that is read over a network
         sent = list(source.parts("text", 0))
     assert not any(isinstance(part.data, OnDisk) for part in sent)
     assert [part._replace(data=0) for part in found] == [part._replace(data=0) for part in sent]
@@ -113,7 +113,7 @@ def test_a_line_that_is_too_long_is_skipped_and_not_read_whole(small_units, tmp_
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     skipped = "ValueError('a line of 500 bytes or more')"
     if not in_place:
-        monkeypatch.setattr(Path, "exists", lambda path: False)  # as of a file that is read over a network
+        monkeypatch.setattr(sources, "Cut", lambda *about: Cut(*about[:-1], None))  # as of a file that is read over a network
     source = Source("files", [tmp_path / "a.jsonl"])
     assert [text for _, text in documents(source)] == ["a", skipped, "c", "d" * 400, skipped]
     longest = max(len(part.data) for part in source.parts("text", 0)) if not in_place else 0
