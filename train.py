@@ -48,6 +48,7 @@ from steadygpt.machine.audit import Audits
 from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
 from steadygpt.machine.digests import Corrupted, combined, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
+from steadygpt.machine.links import watch_links
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
@@ -542,6 +543,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.list_checkpoints:
         return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
     with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
+        watch_links(ranks)
         history = open_history(config, given, ranks, held)
         data = open_data(history, ranks)
         plan = settle(history, data, ranks)

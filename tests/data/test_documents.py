@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import random
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -113,7 +112,9 @@ def test_a_line_that_is_too_long_is_skipped_and_not_read_whole(small_units, tmp_
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     skipped = "ValueError('a line of 500 bytes or more')"
     if not in_place:
-        monkeypatch.setattr(sources, "Cut", lambda *about: Cut(*about[:-1], None))  # as of a file that is read over a network
+        monkeypatch.setattr(
+            sources, "Cut", lambda *about: Cut(*about[:-1], None)
+        )  # as of a file that is read over a network
     source = Source("files", [tmp_path / "a.jsonl"])
     assert [text for _, text in documents(source)] == ["a", skipped, "c", "d" * 400, skipped]
     longest = max(len(part.data) for part in source.parts("text", 0)) if not in_place else 0

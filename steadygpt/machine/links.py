@@ -1,0 +1,53 @@
+"""Links between machines: where one is cut, the ranks on both sides end after 90 seconds."""
+
+import os
+import socket
+from contextlib import suppress
+from threading import Thread
+
+from steadygpt.base.progress import say
+from steadygpt.machine.ranks import Ranks
+
+PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # seconds, seconds and number; Linux names
+CONNECT_S = 30.0
+
+
+def watch_links(ranks: Ranks) -> None:
+    """Connect rank 0 with the first rank of each other machine; where such a link is lost, this process ends.
+
+    What is on its way between ranks the kernel sends again for 15 minutes. On these links nothing is, so the kernel
+    probes them, and answers probes whatever its processes do.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) == ranks.world_size:
+        return  # all on this machine
+    is_first = os.environ["LOCAL_RANK"] == "0"
+    machines = sum(ranks.gather(is_first))
+    server = socket.create_server(("", 0), backlog=machines) if ranks.is_main else None
+    port: int = ranks.broadcast(server.getsockname()[1] if server else 0)
+    links = list[socket.socket]()
+    with suppress(OSError):  # without a link, the kernel's limit counts
+        if server:
+            server.settimeout(CONNECT_S)
+            while len(links) < machines - 1:
+                links.append(server.accept()[0])
+        elif is_first:
+            links.append(socket.create_connection((os.environ["MASTER_ADDR"], port), CONNECT_S))
+    for link in links:
+        Thread(target=_watch, args=(link,), daemon=True).start()
+
+
+def _watch(link: socket.socket) -> None:
+    link.settimeout(None)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if option := getattr(socket, name, None):
+            link.setsockopt(socket.IPPROTO_TCP, option, value)
+    host = link.getpeername()[0]
+    try:
+        link.recv(1)  # ends when the process there does, which this rank learns from the process group
+    except ConnectionResetError:
+        pass
+    except OSError as error:
+        # The main thread may wait for the other machine; nothing but the steps since the last save is lost.
+        say(f"error: lost another rank: {host} does not answer ({error.strerror}); resume with --resume latest")
+        os._exit(1)
