@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import REFUSED, UserError, run_cli
 from steadygpt.base.progress import say
 from steadygpt.config import parse_args
@@ -31,10 +32,15 @@ def address_of(host: str, what: str) -> str:
         raise UserError(f"{what} is {host}: {error.strerror}; give an address, or add it to /etc/hosts") from None
 
 
+def is_alone(head: str) -> bool:
+    """Return whether all agents are on this machine."""
+    return head == "localhost" or head.startswith("127.")
+
+
 def check_names(head: str, port: int) -> None:
     """Check that names lead to addresses that other machines can reach. HEAD may be this machine."""
     own, address = socket.gethostname(), address_of(head, "HEAD")
-    if head == "localhost" or head.startswith("127."):  # then all agents are on this machine
+    if is_alone(head):
         return
     if address.startswith("127.") and head != own:
         raise UserError(f"HEAD is {head}, which is {address} here, this machine; give its address, or mend /etc/hosts")
@@ -56,6 +62,9 @@ def main() -> int:
     flags = next(number for number, word in enumerate(command, start=1) if word.endswith("/train.py"))
     parse_args(command[flags:])
     check_names(head, int(port))
+    if not is_alone(head):
+        place = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}-{socket.gethostname()}-{port}")
+        _lock = lock_folder(place, "this machine has an agent already; one starts the ranks of all its GPUs (NPROC)")
     with tempfile.TemporaryDirectory() as folder:
         refused = Path(folder, "refused")
         end_with_me = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None

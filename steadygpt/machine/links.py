@@ -2,14 +2,17 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from threading import Thread
 
+from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.machine.ranks import Ranks
 
 PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # seconds, seconds and number; Linux names
-CONNECT_S = 30.0
+ANSWER_S = 30.0
+SENT = bytes(2**16)
 
 
 def watch_links(ranks: Ranks) -> None:
@@ -17,6 +20,8 @@ def watch_links(ranks: Ranks) -> None:
 
     What is on its way between ranks the kernel sends again for 15 minutes. On these links nothing is, so the kernel
     probes them, and answers probes whatever its processes do.
+
+    Raises: UserError on all ranks, if the network loses what is large.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) == ranks.world_size:
         return  # all on this machine
@@ -24,25 +29,42 @@ def watch_links(ranks: Ranks) -> None:
     machines = sum(ranks.gather(is_first))
     server = socket.create_server(("", 0), backlog=machines) if ranks.is_main else None
     port: int = ranks.broadcast(server.getsockname()[1] if server else 0)
-    links = list[socket.socket]()
+    links = dict[str, socket.socket]()  # by address
     with suppress(OSError):  # without a link, the kernel's limit counts
         if server:
-            server.settimeout(CONNECT_S)
-            while len(links) < machines - 1:
-                links.append(server.accept()[0])
+            server.settimeout(ANSWER_S)
+            for _ in range(machines - 1):
+                link, (host, *_) = server.accept()
+                links[host] = link
         elif is_first:
-            links.append(socket.create_connection((os.environ["MASTER_ADDR"], port), CONNECT_S))
-    for link in links:
-        Thread(target=_watch, args=(link,), daemon=True).start()
+            host = os.environ["MASTER_ADDR"]
+            links[host] = socket.create_connection((host, port), ANSWER_S)
+    ranks.on_each(lambda: _exchange(links))
+    for host, link in links.items():
+        Thread(target=_watch, args=(host, link), daemon=True).start()
 
 
-def _watch(link: socket.socket) -> None:
+def _exchange(links: Mapping[str, socket.socket]) -> None:
+    """Send and receive more than a packet on each link."""
+    for host, link in links.items():
+        link.settimeout(ANSWER_S)
+        try:
+            link.sendall(SENT)
+            with link.makefile("rb") as received:
+                received.read(len(SENT))
+        except OSError as error:
+            raise UserError(
+                f"{host} can be reached, but 64 kB do not arrive ({error}); check that the MTU of both machines and of "
+                "all between them is the same (ip link)"
+            ) from None
+
+
+def _watch(host: str, link: socket.socket) -> None:
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in PROBES.items():
         if option := getattr(socket, name, None):
             link.setsockopt(socket.IPPROTO_TCP, option, value)
-    host = link.getpeername()[0]
     try:
         link.recv(1)  # ends when the process there does, which this rank learns from the process group
     except ConnectionResetError:

@@ -174,6 +174,20 @@ def test_what_a_machine_lacks_is_said_once_and_ends_the_loop(network):
         assert "rank 1 on m2: no train shards in data" in refusal_of(machine)
 
 
+def test_a_second_agent_on_a_machine_and_a_network_that_loses_large_packets_are_refused(network):
+    one, other = network.start("m1", nnodes="2"), network.start("m1", nnodes="2")
+    one.wait_for("waiting for an agent|rendezvous|torchrun", 60)
+    refused = other if "this machine has an agent already" in other.text() else one
+    assert "this machine has an agent already" in refusal_of(refused)
+    for machine in (one, other):
+        machine.kill()
+    for name in ("m1", "m2"):  # the bridge between them has 1,500
+        ip("-n", name, "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1")
+    both = [network.start(name, nnodes="2") for name in ("m1", "m2")]
+    for machine in both:
+        assert "can be reached, but 64 kB do not arrive" in refusal_of(machine)
+
+
 def test_another_program_or_other_shards_on_one_machine_are_refused(network):
     ignored = shutil.ignore_patterns(".git", ".venv", "tests", "docs", "benchmarks", "__pycache__", ".gpu")
     shutil.copytree(REPO, "copy", ignore=ignored)
