@@ -8,9 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here, write_data
@@ -243,11 +243,13 @@ def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
     in_ranks(2, open_data_of_node, "data", r"rank 1 on \S+: no train shards in data")
 
 
-def listing(folder: Path, **options) -> dict:
-    """Write data, and return its listing, as if its folder were data."""
-    [source] = find_data(parse_args([*TINY, "--data_dir", str(write_data(folder, **options))])[0]).sources
-    at_one_path = [replace(shard, path=Path("data", shard.path.name)) for shard in source.shards.shards]
-    return replace(source.shards, shards=at_one_path).listing()
+def listing(folder: Path, last: int | None = None, **options) -> dict:
+    """Write data, and return its listing, as if its folder were data; `last` replaces the last id of a shard."""
+    write_data(folder, **options)
+    if last is not None:  # the manifest stays
+        np.load(folder / "tiny_train_000001.npy", mmap_mode="r+")[-1] = last
+    [source] = find_data(parse_args([*TINY, "--data_dir", str(folder)])[0]).sources
+    return {f"data/{Path(path).name}": about for path, about in source.shards.listing(reads=True).items()}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +257,7 @@ def listing(folder: Path, **options) -> dict:
     [
         ({"num_tokens": (200, 700, 501)}, "found 501 tokens of 2 bytes.* expected 500 tokens of 2 bytes"),
         ({"num_tokens": (200, 700)}, "tiny_train_000002.npy: differs .* found no such shard"),
+        ({"last": 0}, "tiny_train_000001.npy: differs .* of some tokens [0-9a-f]{12}, expected 700"),
         ({"seed": 1}, "found 700 tokens of 2 bytes, SHA-256 .* expected 700 tokens of 2 bytes, SHA-256"),
     ],
 )

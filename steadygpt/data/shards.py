@@ -23,6 +23,7 @@ from steadygpt.base.typed import Count, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
+SAMPLED, SAMPLES, SAMPLE_TOKENS = 64, 16, 1024  # shards that machines compare; places in each; tokens there
 NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
 LLMC_HEADER_BYTES = 256 * 4
@@ -271,14 +272,18 @@ class ShardSet:
         """The SHA-256 of each file that the manifest lists."""
         return {entry["file"]: entry["sha256"] for entry in self.manifest["shards"]} if self.manifest else {}
 
-    def listing(self) -> dict[str, str]:
-        """Return a description of each shard that is known without reading it, by path."""
-        digests = self.digests
-        return {
-            str(shard.path): f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes, "
-            f"SHA-256 {digests.get(shard.path.name, 'unknown')}"
-            for shard in self.shards
-        }
+    def listing(self, reads: bool) -> dict[str, str]:
+        """Return a description of each shard by path; with `reads`, SAMPLED of them have a digest of some tokens."""
+        digests, found = self.digests, dict[str, str]()
+        step = -(-len(self.shards) // SAMPLED)
+        for number, shard in enumerate(self.shards):
+            about = f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes"
+            found[str(shard.path)] = f"{about}, SHA-256 {digests.get(shard.path.name, 'unknown')}"
+            if reads and number % step == 0:
+                tokens, places = shard.tokens(), np.linspace(0, shard.num_tokens, SAMPLES, endpoint=False, dtype=int)
+                some = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in [*places, -SAMPLE_TOKENS])
+                found[str(shard.path)] += f", of some tokens {hashlib.sha256(some).hexdigest()[:12]}"
+        return found
 
     def unchanged(self, known: Mapping[str, Sequence[list]]) -> dict[tuple, str]:
         """Return stamp() -> SHA-256 of the files that a fingerprint has."""

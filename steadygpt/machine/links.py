@@ -23,8 +23,8 @@ def watch_links(ranks: Ranks) -> None:
 
     Raises: UserError on all ranks, if the network loses what is large.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) == ranks.world_size:
-        return  # all on this machine
+    if ranks.is_one_machine:
+        return
     is_first = os.environ["LOCAL_RANK"] == "0"
     machines = sum(ranks.gather(is_first))
     server = socket.create_server(("", 0), backlog=machines) if ranks.is_main else None

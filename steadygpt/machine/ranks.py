@@ -41,6 +41,10 @@ class Ranks:
         """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
+    @property
+    def is_one_machine(self) -> bool:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) == self.world_size
+
     def max(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         return self.max_later(number)()[0] if self.world_size > 1 else number

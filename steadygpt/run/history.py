@@ -94,7 +94,7 @@ def open_data(history: History, ranks: Ranks) -> Data:
     val_sets = (Recorded(name, *place) for entry in history.starts for name, place in entry["val_sets"].items())
     config, tells_best = replace(history.config, **history.decisions), next(val_sets, None)
     data = ranks.on_each(lambda: find_data(config, saved, tells_best, history.fingerprint))
-    listing = {path: about for shards in data.sets for path, about in shards.listing().items()}
+    listing = {path: about for of in data.sets for path, about in of.listing(reads=not ranks.is_one_machine).items()}
     expected = ranks.broadcast(listing)
 
     def checked() -> Data:
