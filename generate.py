@@ -20,6 +20,7 @@ from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.convert.weights import CheckpointOptions, load_model
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import Recorded, any_length, autocast, choose_precision, evaluating
+from steadygpt.machine.parallel import is_sharded
 from steadygpt.machine.ranks import joined
 
 
@@ -59,7 +60,7 @@ def generate(
 
 def can_record(model: GPT) -> bool:
     """Return whether a CUDA graph can compute a token: on one GPU, not with FSDP, whose graph would hold transfers."""
-    return model.wte.weight.is_cuda and not hasattr(model.wte.weight, "full_tensor")
+    return model.wte.weight.is_cuda and not is_sharded(model.wte.weight)
 
 
 def recorded_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor], Tensor]:

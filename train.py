@@ -60,9 +60,6 @@ from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
 SAMPLE_TOKENS = 100
-ADVICE_AFTER_CORRUPTION = (
-    "its memory or its chip is wrong. Nothing of this is saved; resume with --resume latest without that machine"
-)
 GO_ON = 75  # exit status: EX_TEMPFAIL of sysexits.h
 MEASURE_S = 10.0  # of measured steps
 
@@ -188,12 +185,12 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
         group["lr"] = lr * group["lr_ratio"]
     zero_gradients(run)
     # DDP and FSDP average over the ranks.
-    share = micro_batches if run.gradient_sum else micro_steps
+    parts = micro_batches if run.gradient_sum else micro_steps
     losses = []
     for micro_step in range(micro_steps):
         run.stop.check()
         with parallel.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
-            losses.append(add_gradients(run, ranks.rank * micro_steps + micro_step, batches, share))
+            losses.append(add_gradients(run, ranks.rank * micro_steps + micro_step, batches, parts))
         if run.gradient_sum and (micro_step + 1) % of_virtual_rank == 0:
             run.gradient_sum.end_virtual_rank(micro_step // of_virtual_rank, micro_steps // of_virtual_rank)
     run.scaler.unscale_(run.optimizer)
@@ -209,18 +206,19 @@ def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
 
 
 def zero_gradients(run: Run) -> None:
-    # Gradients that are views, of DDP's buckets or of their sum, are set to zero in place.
+    """Forget the gradients."""
+    # Those that are views, of DDP's buckets or of their sum, are set to zero in place.
     run.optimizer.zero_grad(set_to_none=not (run.gradient_sum or isinstance(run.forward, DistributedDataParallel)))
 
 
-def add_gradients(run: Run, micro_batch: int, batches: BatchLoader, share: int) -> torch.Tensor:
-    """Add a share of the gradients of the next batch, a micro-batch of the step, to those so far; return its loss."""
+def add_gradients(run: Run, micro_batch: int, batches: BatchLoader, parts: int) -> torch.Tensor:
+    """Add 1 / parts of the gradients of the next batch, a micro-batch of the step, to those so far; return its loss."""
     # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
     seed(run.ranks.device, ((run.config.seed * 1_000_003 + run.state.step) * 65_537 + micro_batch) % 2**63)
     inputs, targets = batches.next()
     with run.autocast():
         loss = run.forward(inputs, targets)
-    run.scaler.scale(loss / share).backward()
+    run.scaler.scale(loss / parts).backward()
     return loss.detach()
 
 
@@ -231,18 +229,21 @@ def audit(run: Run) -> None:
     """
     run.results.read_all()
     config, ranks, rows = run.config, run.ranks, run.config.step_at(run.state.rows_consumed)
-    micro_steps = len(rows) // (config.mini_batch_size * ranks.world_size)
+    of_rank = len(rows) // ranks.world_size
 
     def result(rank: int) -> torch.Tensor:
         zero_gradients(run)
-        loader = BatchLoader(run.rows, [rows], config.mini_batch_size, ranks.device, rank, ranks.world_size)
+        first = rows[rank * of_rank :][: config.mini_batch_size]
+        loader = BatchLoader(run.rows, [first], config.mini_batch_size, ranks.device)
         # DDP's gradients stay those of this rank; FSDP sums them up.
         with closing(loader) as batches, parallel.gradient_sync(run.forward, last=config.sharding == "fsdp"):
-            return run.audits.result(add_gradients(run, rank * micro_steps, batches, 1), run.model)
+            return run.audits.result(
+                add_gradients(run, rank * of_rank // config.mini_batch_size, batches, 1), run.model
+            )
 
     own, again = result(ranks.rank), result(ranks.rank)
     of_next = result((ranks.rank + 1) % ranks.world_size) if ranks.world_size > 1 else again
-    if bound := run.audits.compare(own, again, of_next):
+    if bound := run.audits.compare(run.state.step, own, again, of_next):
         run.log.say(bound)
     run.results.restart_clock()
 
@@ -378,7 +379,7 @@ def run_to_end(run: Run) -> int:
             status, reason = "failed", f"{reason}; the last save failed".removeprefix("; ")
     except Corrupted as corrupted:  # also of the last save
         reason = str(corrupted)
-        log.warn(f"step {run.state.step}: {reason}; {ADVICE_AFTER_CORRUPTION}", event="corruption")
+        log.warn(f"step {run.state.step}: {reason}; {corrupted.advice}", event="corruption")
         return 1
     except Exception as error:
         reason = brief(error)

@@ -262,6 +262,8 @@ class TrainConfig(GPTConfig):
             # FSDP sums gradients in an order of its own.
             (self.deterministic and is_fsdp, "--deterministic needs --sharding ddp"),
             # Gradients of weights are sums over the tokens of a micro-step, 16 at a time.
+            # A rank has only its shard of what is wrong, and knows no other one to copy.
+            (self.on_corruption == "repair" and is_fsdp, "--on_corruption repair needs --sharding ddp"),
             (self.precision == "fp8" and self.context_length % 16, "--precision fp8 needs --context_length 16 * N"),
         ):
             if is_wrong:

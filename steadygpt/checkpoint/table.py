@@ -75,7 +75,8 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
 
 def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about what a checkpoint holds: numbers, last start, options, and the shapes of its tensors."""
-    parts = {"content": {**checkpoint, "digest": combined(checkpoint["digests"])}}
+    digest = combined(checkpoint["digests"]) if checkpoint["digests"] else ""
+    parts = {"content": {**checkpoint, "digest": digest}}
     if starts := checkpoint["starts"]:
         parts |= {"last start": starts[-1], "options": starts[-1]["options"] | starts[-1]["decisions"]}
     for part, values in parts.items():

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from steadygpt.machine.digests import Corrupted, digest
+from steadygpt.machine.parallel import local_part
 from steadygpt.machine.ranks import Ranks
 
-TRIALS = 3  # audits that set the bound where equal work may give other bits
-MARGIN, LEAST = 10, 1e-6  # of the bound: times the largest difference of the trials, and at least
+TRIALS = 3  # audits of a start that set the bound where equal work may give other bits
+# The bound: so many times the largest difference of the trials, at least, and at most, also of the trials themselves.
+MARGIN, LEAST, MOST = 10, 1e-6, 0.05
 
 
 class Audits:
@@ -23,16 +25,17 @@ class Audits:
     def __init__(self, ranks: Ranks, is_exact: bool, is_sharded: bool):
         self.ranks, self.is_exact, self.is_sharded = ranks, is_exact, is_sharded
         self.trials: list[float] = []  # the largest relative difference of each
+        self.passed: int | None = None  # step of the last audit without a difference
 
     def result(self, loss: Tensor, model: nn.Module) -> Tensor:
         """Return what is compared of a loss and the gradients: digests (int64), or the loss and the norms (fp64)."""
-        gradients = [getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in model.parameters()]
+        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
         if self.is_exact:
             return torch.stack([digest(numbers).to(loss.device) for numbers in (loss, *gradients)])
         return torch.stack([loss, *(gradient.norm().to(loss.device) for gradient in gradients)]).double()
 
-    def compare(self, own: Tensor, again: Tensor, of_next: Tensor) -> str:
-        """Compare this rank's two results for its micro-batch, and its result for that of the next rank.
+    def compare(self, step: int, own: Tensor, again: Tensor, of_next: Tensor) -> str:
+        """Compare this rank's two results for its micro-batch of a step, and its result for that of the next rank.
 
         Returns: in words the bound that was found, "" in other audits.
         Raises: Corrupted on all ranks, which names those that computed wrongly.
@@ -42,30 +45,35 @@ class Audits:
         if self.is_sharded:
             by_previous = torch.cat([by_previous[:, :1], first[:, 1:]], dim=1)
         changing, disputed = self._difference(first, second), self._difference(first, by_previous)
-        if not self.is_exact and len(self.trials) < TRIALS:
-            self.trials.append(max(changing.max().item(), disputed.max().item()))
-            said = f"results may differ by {self.bound():.1g} (relative), {MARGIN} times what they did so far"
-            return f"audit {TRIALS}: {said}" * (len(self.trials) == TRIALS)
         changes, differs = changing > self.bound(), disputed > self.bound()
         if changes.any():
-            raise Corrupted(f"{_ranks(changes)}: another result for the same micro-batch when computed again")
+            self._refuse(changes, "when computed again")
         if differs.any():
             # A chip that is always wrong disagrees with both neighbours. Of two ranks, each could be the one.
             both = differs & differs.roll(-1) if len(differs) > 2 else differs
-            wrong = both if both.any() else differs | differs.roll(-1)
-            raise Corrupted(f"{_ranks(wrong)}: another result for the same micro-batch than on the next rank")
-        return ""
+            self._refuse(both if both.any() else differs | differs.roll(-1), "than on the next rank")
+        self.passed = step
+        if self.is_exact or len(self.trials) == TRIALS:
+            return ""
+        self.trials.append(max(changing.max().item(), disputed.max().item()))
+        said = f"results may differ by {self.bound():.1g} (relative), {MARGIN} times what they did so far"
+        return f"audit {TRIALS}: {said}" * (len(self.trials) == TRIALS)
 
     def bound(self) -> float:
-        return 0 if self.is_exact else max(MARGIN * max(self.trials), LEAST)
+        if self.is_exact:
+            return 0
+        return min(MOST, max(LEAST, MARGIN * max(self.trials))) if len(self.trials) == TRIALS else MOST
 
     def _difference(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return how much the results of each rank differ, (ranks,): relative, or 1 where a bit does."""
+        """Return how much the results of each rank differ, (ranks,): the largest share, or 1 where a bit does."""
         if self.is_exact:
             return (a != b).any(1).double()
         a, b = (numbers.nan_to_num(0, 0, 0) for numbers in (a, b))  # both are, where fp16 overflows
-        return (a - b).norm(dim=1) / a.norm(dim=1).clamp(min=math.ulp(0))
+        size = a.abs() + 1e-6 * a.abs().amax(1, keepdim=True)  # of numbers near 0, only rounding is left
+        return ((a - b).abs() / size.clamp(min=math.ulp(0))).amax(1)
 
-
-def _ranks(which: Tensor) -> str:
-    return f"rank {' and '.join(map(str, which.nonzero().flatten().tolist()))}"
+    def _refuse(self, wrong: Tensor, where: str) -> None:
+        ranks = " and ".join(map(str, wrong.nonzero().flatten().tolist()))
+        since = "Saves" if self.passed is None else f"Saves after step {self.passed:,}"
+        advice = f"{since} may hold its errors; resume from one before them (./list_checkpoints.sh)"
+        raise Corrupted(f"rank {ranks}: another result for the same micro-batch {where}", advice)

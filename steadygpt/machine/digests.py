@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import some
+from steadygpt.machine.parallel import is_sharded, local_part
 from steadygpt.machine.ranks import Ranks
 
 AT_ONCE = 2**24  # numbers, of which there are copies
@@ -35,7 +36,11 @@ def combined(digests: Mapping[str, int]) -> int:
 
 
 class Corrupted(UserError):
-    """Ranks that should have the same weights and optimizer state differ."""
+    """Weights, state or results that should be the same differ. `advice` says what that means for the saves."""
+
+    def __init__(self, found: str, advice: str):
+        super().__init__(found)
+        self.advice = f"a memory or a chip is wrong. {advice} without that machine"
 
 
 def compare_replicas(
@@ -62,7 +67,7 @@ def compare_replicas(
         differed = f"rank {' and '.join(map(str, where))}: {', '.join(some(names, 'tensor'))} not as on other ranks"
         good = {*range(ranks.world_size)}.difference(where)
         if not (repairs and good and shards == 1):
-            raise Corrupted(differed)
+            raise Corrupted(differed, "Nothing of this is saved; resume with --resume latest")
         for name in names:
             dist.broadcast(tensors[name], min(good))
             found[:, :, list(tensors).index(name)] = found[min(good), 0, list(tensors).index(name)]
@@ -71,7 +76,7 @@ def compare_replicas(
 
 def _own_digest(tensor: Tensor, is_first: bool) -> Tensor:
     """Return the digest of this rank's part; that of a tensor that is not sharded belongs to the first rank."""
-    return digest(tensor.to_local()) if hasattr(tensor, "to_local") else digest(tensor) * is_first
+    return digest(local_part(tensor)) * (is_first or is_sharded(tensor))
 
 
 def in_minority(found: Tensor) -> Tensor:

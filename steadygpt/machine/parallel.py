@@ -23,10 +23,21 @@ def gradient_sync(forward: nn.Module, last: bool):
     return nullcontext()
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether FSDP shards a tensor: whether it is a DTensor, whose module takes a second to import."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor, or a tensor that is not sharded as it is."""
+    sharded: Any = tensor
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor that FSDP shards over the ranks, also from host memory; return any other as it is."""
     sharded: Any = tensor
-    return sharded.to(sharded.device_mesh.device_type).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return sharded.to(sharded.device_mesh.device_type).full_tensor() if is_sharded(tensor) else tensor
 
 
 def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +45,7 @@ def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, 
 
     Both tensors are returned as they are if the first is not sharded.
     """
-    if not hasattr(sharded, "to_local"):
+    if not is_sharded(sharded):
         return sharded, whole
     from torch.distributed.tensor import DTensor, distribute_tensor
 

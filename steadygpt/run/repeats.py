@@ -69,7 +69,7 @@ class Repeats:
                 if before != now and self.is_exact:
                     numbers = f"{name} {json.dumps(now)}, but had {json.dumps(before)} before"
                     line = self._ended(f"repeated step {step:,} has {numbers}")
-                    causes = "training continues; causes are in docs/checkpoints.md, Repeated steps"
+                    causes = "causes are in docs/checkpoints.md, Repeated steps"
                     self.differs = True
                     self.log.warn(f"{line}; {causes}", event="resume differs")
                     return

@@ -130,7 +130,12 @@ def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, capsys, text, probl
 
 
 def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path, monkeypatch):
-    more = {"lr": 0.002, "elapsed_s": 4.0, "optimizer": {"weight": {"exp_avg": torch.zeros(1000)}}}
+    more = {
+        "lr": 0.002,
+        "elapsed_s": 4.0,
+        "digests": {"other": 1},
+        "optimizer": {"weight": {"exp_avg": torch.zeros(1000)}},
+    }
     write_checkpoint(tmp_path, 20, ROLLING.format(20), **more)
     write_checkpoint(tmp_path, 10, ROLLING.format(10))
     there = [*files.checkpoint_files(tmp_path), tmp_path / ROLLING.format(30)]
@@ -146,7 +151,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
     assert "system_metrics_s 10.0, sharding ddp, " in text
-    assert re.search(r" digest \d+ last start id 0000", text)
+    assert re.search(r"digest \d+ last start id 0000", text)
     assert (weights, moments) == ("          1 x weight (1000,)", "          1 x weight.exp_avg (1000,)")
 
 

@@ -81,7 +81,7 @@ def flips_of_gradients() -> None:
                 if ranks.rank == wrong and (kind == "a" or int(kind) == computed):
                     flip(parameters[name].grad, random.Random(number))
                 results.append(audits.result(loss.detach(), model))
-            found = said(lambda: audits.compare(*results))  # noqa: B023 (called at once)
+            found = said(lambda: audits.compare(number, *results))  # noqa: B023 (called at once)
             assert found.startswith(f"rank {wrong}: another result for the same micro-batch"), (number, kind, found)
             assert found.endswith("than on the next rank" if kind == "a" else "when computed again")
 

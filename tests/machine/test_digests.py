@@ -85,7 +85,7 @@ def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where
     flags = (*FLAGS, *recipe, "--total_batch_size", str(64 * ranks), *folders("run"))
     run = Run(*flags, ranks=ranks, faults=[partial(flip_bit, 7, *where)])
     assert set(run.wait()) == {1}, run.text()
-    assert f"\nwarning: step 8: {named} not as on other ranks; its memory" in run.text()
+    assert f"\nwarning: step 8: {named} not as on other ranks; a memory" in run.text()
     assert "Traceback" not in run.text()
     assert load("run/ckpt/latest.pt")["step"] < 8
     assert json.loads(Path("run/ckpt/status.json").read_text())["status"] == "failed"

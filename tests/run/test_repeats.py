@@ -58,7 +58,7 @@ def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_
     now = metrics("logs-a", "loss")
     assert before[3] != now[3]
     found = f"resumed at step 3: repeated step 3 has loss {now[3]!r}, but had {before[3]!r} before"
-    causes = "training continues; causes are in docs/checkpoints.md, Repeated steps"
+    causes = "causes are in docs/checkpoints.md, Repeated steps"
     assert warning == f"warning: {found}; {causes}"
     assert [event for event, _ in alerts] == ["resumed", "resume differs", "finished"]
     assert json.loads(Path("a/status.json").read_text())["resume"] == found
