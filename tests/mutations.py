@@ -38,20 +38,20 @@ MUTATIONS = [
     # The step: what is computed, and by which rank.
     Mutation(
         "train.py",
-        "loss / (micro_batches if run.gradient_sum else micro_steps)",
-        "loss / micro_batches",
+        "micro_batches if run.gradient_sum else micro_steps",
+        "micro_batches",
         "faults/test_equal",
     ),
     Mutation(
         "train.py",
-        "micro_batch = ranks.rank * micro_steps + micro_step",
-        "micro_batch = micro_step",
+        "ranks.rank * micro_steps + micro_step, batches",
+        "micro_step, batches",
         "faults/test_equal",
     ),
     Mutation(
         "train.py",
-        "(config.seed * 1_000_003 + step) * 65_537",
-        "(config.seed * 1_000_003) * 65_537",
+        "(run.config.seed * 1_000_003 + run.state.step) * 65_537",
+        "(run.config.seed * 1_000_003) * 65_537",
         "test_train",
     ),
     Mutation("train.py", "config.grad_clip or math.inf", "math.inf", "test_train test_optim"),
