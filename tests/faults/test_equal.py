@@ -206,7 +206,7 @@ def compiled(backend: str) -> list[Start]:
 @pytest.mark.parametrize(("recipe", "starts", "of"), [
     row("2 ranks and 1", EVALUATED, stop(4, ranks=2), end()),
     row("fsdp with offload, hybrid, 1 rank", EVALUATED,
-        stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP)),
+        stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP), storm=True),
     row("modern, fsdp with offload, hybrid, 1 rank", (*EVALUATED, *MODERN),
         stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP)),
     row("modern, 3 ranks", (*EVALUATED, *MODERN, *"--total_batch_size 96 --deterministic off".split()), end(ranks=3)),

@@ -20,7 +20,7 @@ AGAIN, NEIGHBOUR = "when computed again", "than on the next rank"
 
 
 @pytest.mark.parametrize(("ranks", "recipe"), [
-    pytest.param(1, MODERN, id="one process"),
+    pytest.param(1, MODERN, id="one process", marks=pytest.mark.storm),
     pytest.param(2, DETERMINISTIC, id="deterministic"),
     pytest.param(2, (*FSDP, "--dropout", "0.1"), id="fsdp", marks=pytest.mark.storm),
     pytest.param(4, (*FSDP, "--shard_size", "2"), id="hybrid", marks=pytest.mark.storm),

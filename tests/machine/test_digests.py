@@ -78,7 +78,7 @@ def test_the_replicas_that_are_not_as_most_are_named(of_replicas, odd):
     pytest.param(3, (0, "h.0.attn.c_attn.weight", "momentum_buffer"), "rank 0: h.0.attn.c_attn.weight.momentum_buffer",
                  MODERN, id="momentum", marks=pytest.mark.storm),
     pytest.param(4, (3, "h.0.ln_1.weight", ""), "rank 1 and 3: h.0.ln_1.weight", (*FSDP, "--shard_size", "2"),
-                 id="hybrid"),
+                 id="hybrid", marks=pytest.mark.storm),
 ])  # fmt: skip
 def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where, named, recipe):
     """The checks are before steps 6 and 8, and the bit flips after step 7."""
