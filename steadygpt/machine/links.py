@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
 
@@ -29,24 +29,24 @@ def watch_links(ranks: Ranks) -> None:
     machines = sum(ranks.gather(is_first))
     server = socket.create_server(("", 0), backlog=machines) if ranks.is_main else None
     port: int = ranks.broadcast(server.getsockname()[1] if server else 0)
-    links = dict[str, socket.socket]()  # by address
+    links = list[tuple[str, socket.socket]]()
     with suppress(OSError):  # without a link, the kernel's limit counts
         if server:
             server.settimeout(ANSWER_S)
             for _ in range(machines - 1):
                 link, (host, *_) = server.accept()
-                links[host] = link
+                links.append((host, link))
         elif is_first:
             host = os.environ["MASTER_ADDR"]
-            links[host] = socket.create_connection((host, port), ANSWER_S)
+            links.append((host, socket.create_connection((host, port), ANSWER_S)))
     ranks.on_each(lambda: _exchange(links))
-    for host, link in links.items():
+    for host, link in links:
         Thread(target=_watch, args=(host, link), daemon=True).start()
 
 
-def _exchange(links: Mapping[str, socket.socket]) -> None:
+def _exchange(links: Sequence[tuple[str, socket.socket]]) -> None:
     """Send and receive more than a packet on each link."""
-    for host, link in links.items():
+    for host, link in links:
         link.settimeout(ANSWER_S)
         try:
             link.sendall(SENT)

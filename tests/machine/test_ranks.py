@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from optim import update_unless
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
 from steadygpt.machine.host import process_age_s, usable_cores
+from steadygpt.machine.links import watch_links
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as
 
@@ -232,6 +234,19 @@ def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, envi
         with pytest.raises(RankError, match=expected) as raised:
             launched_as()
         assert "\n" not in str(raised.value)
+
+
+def watch_others() -> None:
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with joined("cpu") as ranks:
+        watch_links(ranks)
+        watching = [thread for thread in threading.enumerate() if "_watch" in thread.name]
+        assert len(watching) == (2 if ranks.is_main else 1)
+
+
+def test_rank_0_has_a_link_to_each_machine_also_if_all_have_one_address():
+    """What follows when one is lost: faults/test_machines.py."""
+    in_ranks(3, watch_others)
 
 
 def test_max_hours_count_from_the_start_of_the_process():
