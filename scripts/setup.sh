@@ -36,6 +36,5 @@ find_python
 # Create .venv again if it is incomplete or has an older Python.
 is_recent .venv/bin/python || { rm -rf .venv; "$python" -m venv .venv; }
 echo "installing $list into .venv; this takes minutes, because PyTorch is large"
-# Python compiles what it imports, a tenth of what would be compiled here for half a minute.
-.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r "$list"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$list"
 touch "$stamp"

@@ -6,8 +6,6 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 scripts/setup.sh test
-# Python compiles the large packages beside these checks, once, and not in each process of the tests.
-(cd tests && exec ../.venv/bin/python -W ignore -c "import preloaded, transformers, torchao, accelerate, moto.server") 2> /dev/null &
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
