@@ -103,13 +103,10 @@ def test_dropout_is_in_the_same_places_as_in_gpt2():
     block.register_forward_pre_hook(lambda block, arguments: seen.append(arguments[0]))
     torch.manual_seed(0)
     model(ids(8, 12))
-    x = torch.randn(8, 12, 64)
-    for dropped in (seen[0], block.attn(x, AttentionArgs(torch.arange(x.size(1)))), block.mlp(x)):
+    x, args = torch.randn(8, 12, 64), AttentionArgs(torch.arange(12))
+    for dropped in (seen[0], block.attn(x, args), block.mlp(x)):
         assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
-    after, before = (
-        block.attn(x, AttentionArgs(torch.arange(x.size(1)))),
-        block.eval().attn(x, AttentionArgs(torch.arange(x.size(1)))),
-    )
+    after, before = block.attn(x, args), block.eval().attn(x, args)
     kept = after != 0
     assert not torch.allclose(after[kept], 2 * before[kept], atol=1e-2)  # because attention weights were dropped too
 

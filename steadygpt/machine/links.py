@@ -25,8 +25,7 @@ def watch_links(ranks: Ranks) -> None:
     """
     if ranks.is_one_machine:
         return
-    is_first = os.environ["LOCAL_RANK"] == "0"
-    machines = sum(ranks.gather(is_first))
+    machines = sum(ranks.gather(ranks.is_first_of_machine))
     server = socket.create_server(("", 0), backlog=machines) if ranks.is_main else None
     port: int = ranks.broadcast(server.getsockname()[1] if server else 0)
     links = list[tuple[str, socket.socket]]()
@@ -36,7 +35,7 @@ def watch_links(ranks: Ranks) -> None:
             for _ in range(machines - 1):
                 link, (host, *_) = server.accept()
                 links.append((host, link))
-        elif is_first:
+        elif ranks.is_first_of_machine:
             host = os.environ["MASTER_ADDR"]
             links.append((host, socket.create_connection((host, port), ANSWER_S)))
     ranks.on_each(lambda: _exchange(links))

@@ -120,7 +120,7 @@ def in_its_folder(config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
 
 def check_programs(ranks: Ranks) -> None:
     """Check that all machines run the same code with the same PyTorch."""
-    program = f"code {code_digest()}, torch {torch.__version__}" if is_first_of_machine() else ""
+    program = f"code {code_digest()}, torch {torch.__version__}" if ranks.is_first_of_machine else ""
     (main_host, main), *others = ranks.gather((socket.gethostname(), program))
     for host, other in others:
         if other not in ("", main):
@@ -128,11 +128,6 @@ def check_programs(ranks: Ranks) -> None:
                 f"{host} runs {other}, but {main_host}, which has rank 0, {main}; copy the checkout and its .venv "
                 "to all machines"
             )
-
-
-def is_first_of_machine() -> bool:
-    """Return whether this is the first rank of its machine."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def ignored_options(own: TrainConfig, of_main: TrainConfig, given: Mapping[str, str], ranks: Ranks) -> list[str]:
@@ -152,7 +147,7 @@ def check_other_machines(folder: Path, ranks: Ranks) -> None:
         with suppress(OSError):  # there is no folder, or it cannot be written
             mark.touch()
     ranks.broadcast(None)
-    is_other = is_first_of_machine() and (ranks.is_main or not mark.exists())
+    is_other = ranks.is_first_of_machine and (ranks.is_main or not mark.exists())
     newest = max((file.order for file in files.scan(folder)), default=(0.0, 0)) if is_other else (0.0, 0)
     main, *others = ranks.gather((newest, f"{socket.gethostname()}:{folder.absolute()}"))
     if ranks.is_main:

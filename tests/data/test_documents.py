@@ -65,6 +65,11 @@ def small_units(request, monkeypatch) -> int:
     return request.param
 
 
+def read_over_a_network(patch: pytest.MonkeyPatch) -> None:
+    """Cut files as if they were not on this machine."""
+    patch.setattr(sources, "Cut", lambda *about: Cut(*about[:-1], None))
+
+
 @pytest.mark.parametrize("kind", ["txt", "parquet", *PACKED])
 @given(st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40))
 @in_small_parts
@@ -84,7 +89,7 @@ def test_parts_hold_every_document_wherever_reading_begins_and_the_file_is(kind,
     for begin, part in enumerate(found):
         assert list(source.parts("text", 0, part.file, part.number)) == found[begin:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "Cut", lambda *about: Cut(*about[:-1], None))  # as of a file that is read over a network
+        read_over_a_network(patch)
         sent = list(source.parts("text", 0))
     assert not any(isinstance(part.data, OnDisk) for part in sent)
     assert [part._replace(data=0) for part in found] == [part._replace(data=0) for part in sent]
@@ -112,9 +117,7 @@ def test_a_line_that_is_too_long_is_skipped_and_not_read_whole(small_units, tmp_
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     skipped = "ValueError('a line of 500 bytes or more')"
     if not in_place:
-        monkeypatch.setattr(
-            sources, "Cut", lambda *about: Cut(*about[:-1], None)
-        )  # as of a file that is read over a network
+        read_over_a_network(monkeypatch)
     source = Source("files", [tmp_path / "a.jsonl"])
     assert [text for _, text in documents(source)] == ["a", skipped, "c", "d" * 400, skipped]
     longest = max(len(part.data) for part in source.parts("text", 0)) if not in_place else 0
