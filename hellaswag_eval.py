@@ -1,17 +1,19 @@
-"""Accuracy of a checkpoint on HellaSwag (Zellers et al. 2019) and other multiple-choice tasks.
+"""Accuracy of a checkpoint on HellaSwag (Zellers et al. 2019) and on CORE (Li et al. 2024, DCLM).
 
-    python hellaswag_eval.py checkpoints/latest.pt --task hellaswag=hellaswag_val.jsonl
-    python hellaswag_eval.py latest --task arc_easy,arc_challenge,piqa=piqa_validation.jsonl
+    python hellaswag_eval.py best --hellaswag_file hellaswag_val.jsonl
+    torchrun --nproc_per_node=4 hellaswag_eval.py best --tasks core --core_dir eval_bundle
 
 HellaSwag has 10,042 validation examples; chance is 0.25. An ending's tokens are scored after its context. acc chooses
 the ending with the lowest summed loss, acc_norm the one with the lowest loss per token, as in build-nanogpt and llm.c.
-The other tasks (ARC, Clark et al. 2018; PIQA, Bisk et al. 2020), and HellaSwag with --style lm_eval, follow
-EleutherAI's lm-evaluation-harness, whose acc_norm is per character.
+
+CORE is the mean of 22 accuracies, each centred so that chance is 0 and all right is 1. Prompts and choices are those of
+nanochat's evaluation of base models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,11 +24,11 @@ from tqdm import tqdm
 
 from model import GPT
 from steadygpt.base.options import UserError, option, parse_options, run_cli
-from steadygpt.base.text import printable
+from steadygpt.base.text import counted, printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import TrainConfig
 from steadygpt.convert.weights import CheckpointOptions, load_model
-from steadygpt.data.tasks import EXPECTED, STYLES, TASKS, Example, load_examples, parse_tasks
+from steadygpt.data.tasks import CORE, GREEDY, HELLASWAG, SCHEMA, Task, load_core, load_hellaswag
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.loss import IGNORED_TARGET
@@ -36,58 +38,92 @@ TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
 # rms error of 0.0045 to 0.0082.
 ROUNDING = 0.02
+ROUNDING_OF_MARGIN = 0.1  # the same for the distance of two logits
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A context with endings that follow it, so that the context is computed only once."""
+# ---------------------------------------------------------------------------------------------------------------------
+# examples in tokens
 
-    context: list[int]  # token ids, at least one
-    endings: list[list[int]]  # token ids, all of them scored
-    lengths: list[int]  # acc_norm divides the ending's loss by this
-    example: int
-    label: int
-    is_cut: bool = False  # to the context of the model
+
+class Question(NamedTuple):
+    """An example in tokens."""
+
+    answers: list[np.ndarray]  # (length,) int32 each, a context and a continuation
+    scored: list[int]  # how many of the last tokens of each
+    label: int | None  # index of the right answer; None for a single one that must be the most likely
+    is_cut: bool  # to the context of the model
+
+
+def common_length(sequences: Sequence[np.ndarray]) -> int:
+    """Return how many of the first tokens are the same in all sequences."""
+    shortest = min(map(len, sequences))
+    differs = np.any([ids[:shortest] != sequences[0][:shortest] for ids in sequences], axis=0)
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int) -> Question:
+    """Tokenize an example of a task.
+
+    HellaSwag's contexts and endings are tokenized alone, as in build-nanogpt. Where one is too long for the model, the
+    context is cut at the start, the same for all endings.
+
+    CORE's prompts are tokenized whole, as in nanochat, and each begins a document. Scored is what follows the tokens
+    that all have in common; in a schema task, where the contexts differ, what all have in common at the end. A prompt
+    that is too long is cut at the start, each on its own.
+    """
+    texts, label = task.rows[number]
+    limit = context_length
+    if task.kind == HELLASWAG:
+        context = tokenizer.encode(texts[0][0]) or [tokenizer.document_id]  # as every document of the data begins
+        # GPT-2's words begin with a space.
+        answers = [np.array(context + tokenizer.encode(f" {ending}"), np.int32) for _, ending in texts]
+        scored, limit = [len(ids) - len(context) for ids in answers], limit + 1  # the last token is no input
+    else:
+        before = task.shots_of(number)
+        prompts = [before + task.delimiter.join(text) for text in texts]
+        if task.kind == GREEDY:
+            prompts.insert(0, f"{before}{texts[0][0]}{task.delimiter}".strip())
+        answers = [np.array([tokenizer.document_id, *tokenizer.encode(prompt)], np.int32) for prompt in prompts]
+        scored = [len(ids) - common_length(answers) for ids in answers]
+        if task.kind == SCHEMA:
+            scored = [common_length([ids[::-1] for ids in answers])] * len(answers)
+        if task.kind == GREEDY:
+            del answers[0], scored[0]
+    surplus = max(0, *(len(ids) - limit for ids in answers)) if task.kind == HELLASWAG else 0
+    kept = [ids[min(surplus, len(ids) - n - 1) :][-limit:] for ids, n in zip(answers, scored, strict=True)]
+    scored = [min(n, len(ids) - 1) for ids, n in zip(kept, scored, strict=True)]  # the first one has no prediction
+    is_cut = any(len(ids) < len(whole) for ids, whole in zip(kept, answers, strict=True))
+    return Question(kept, scored, None if task.kind == GREEDY else label, is_cut)
+
+
+class Tree(NamedTuple):
+    """Answers of a question that begin alike, so that what they have in common is computed only once."""
+
+    shared: np.ndarray  # tokens before the last one that they have in common
+    branches: list[np.ndarray]  # from that one on
+    scored: list[int]
+    question: int
+    answers: list[int]  # the index of each branch in the question
 
     @property
     def width(self) -> int:
-        """Number of input tokens. Each branch begins with the context's last token and lacks the ending's last."""
-        return len(self.context) - 1 + sum(map(len, self.endings))
+        """Number of input tokens. Each branch lacks its last token."""
+        return len(self.shared) + sum(len(branch) - 1 for branch in self.branches)
 
 
-def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, context_length: int) -> list[Tree]:
-    """Tokenize each example as one tree; a context that is too long beside its longest ending is cut at the start."""
-    encode, trees = tokenizer.encode, []
-    for number, (text, texts, label, style) in enumerate(examples):
-        # Endings are tokenized with a space before them, because GPT-2's words begin with one.
-        if style == "lm_eval":
-            context = encode(text.rstrip())
-            whole = [encode(f"{text} {ending}")[len(context) :] for ending in texts]
-        else:
-            context, whole = encode(text), [encode(f" {ending}") for ending in texts]
-        context = context or [tokenizer.document_id]  # as every document of the data begins
-        endings = [ending[-context_length:] for ending in whole]
-        lengths = [len(ending) for ending in endings]
-        if style == "lm_eval":  # the characters of what is left of them
-            lengths = [max(1, len(t) * n // max(1, len(w))) for t, n, w in zip(texts, lengths, whole, strict=True)]
-        kept = context[-(context_length + 1 - max(map(len, endings))) :]
-        trees.append(Tree(kept, endings, lengths, number, label, (kept, endings) != (context, whole)))
-    return trees
+def trees_of(number: int, question: Question) -> Iterator[Tree]:
+    """Yield the trees of a question: one, or one for each answer if they do not begin alike, such as where cut.
 
-
-def load_tasks(
-    config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, warn: Callable[[str], object]
-) -> dict[str, list[Tree]]:
-    """Return the trees of each task of a run; a task whose examples are unavailable is left out, with a warning."""
-    tasks = {}
-    for name, file in parse_tasks(config.eval_tasks).items():
-        try:
-            examples = ranks.from_main(partial(load_examples, name, file))
-        except UserError as error:
-            warn(f"no {TASKS[name].title} in this run: {error}")
-            continue
-        tasks[name] = tokenize(examples, tokenizer, config.context_length)
-    return tasks
+    An answer that equals one before it is left out, because rounding could make it the better one.
+    """
+    tokens, scored = question.answers, question.scored
+    firsts = {ids.tobytes(): n for n, ids in reversed([*enumerate(tokens)])}
+    chosen = sorted(firsts.values())
+    shared = min([common_length(tokens), *(len(tokens[n]) - scored[n] for n in chosen)]) - 1
+    for numbers in [chosen] if shared >= 0 else [[n] for n in chosen]:
+        start = max(0, shared)
+        branches = [tokens[n][start:] for n in numbers]
+        yield Tree(tokens[numbers[0]][:start], branches, [scored[n] for n in numbers], number, numbers)
 
 
 def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree]]:
@@ -100,111 +136,171 @@ def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree
     return batches
 
 
-def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -> list[list[float]]:
-    """Return the summed loss of each ending of each tree in nats; logits are computed for ending tokens only."""
-    width = max(tree.width for tree in batch)
+def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -> list[list[tuple[float, float]]]:
+    """Return of each branch of each tree the summed loss in nats, and the least distance of a logit from all others.
+
+    Logits are computed for scored tokens only.
+    """
+    width = max(1, *(tree.width for tree in batch))
     inputs, positions = torch.zeros(2, len(batch), width, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED_TARGET)
-    branches = torch.zeros_like(inputs)  # 0: context, visible to all; 1, 2, ...: endings, each visible to itself
+    branches = torch.zeros_like(inputs)  # 0: shared, visible to all; 1, 2, ...: branches, each visible to itself
     for i, tree in enumerate(batch):
-        shared = begin = len(tree.context) - 1
-        inputs[i, :shared], positions[i, :shared] = torch.tensor(tree.context[:-1]), torch.arange(shared)
-        for number, ending in enumerate(tree.endings, start=1):
-            branch = slice(begin, begin + len(ending))
-            inputs[i, branch] = torch.tensor([tree.context[-1], *ending][:-1])
-            targets[i, branch] = torch.tensor(ending)
-            positions[i, branch] = torch.arange(shared, shared + len(ending))
-            branches[i, branch] = number
-            begin = branch.stop
+        shared = begin = len(tree.shared)
+        inputs[i, :shared], positions[i, :shared] = torch.from_numpy(tree.shared), torch.arange(shared)
+        for number, (tokens, count) in enumerate(zip(tree.branches, tree.scored, strict=True), start=1):
+            ids, end = torch.from_numpy(tokens), begin + len(tokens) - 1
+            inputs[i, begin:end] = ids[:-1]
+            targets[i, end - count : end] = ids[len(ids) - count :]
+            positions[i, begin:end] = torch.arange(shared, shared + len(ids) - 1)
+            branches[i, begin:end] = number
+            begin = end
     inputs, targets, positions, branches = (x.to(device) for x in (inputs, targets, positions, branches))
     same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     mask = same.tril()[:, None]  # (B, 1, width, width)
-    losses = model(inputs, targets, reduction="scored", positions=positions, mask=mask).float().cpu()
-    parts = iter(losses.split([len(ending) for tree in batch for ending in tree.endings]))
-    return [[next(parts).sum().item() for _ in tree.endings] for tree in batch]
+    scores = model(inputs, targets, reduction="scored", positions=positions, mask=mask).float().cpu()
+    parts = iter(scores.split([*chain.from_iterable(tree.scored for tree in batch)]))
+    nothing = torch.zeros(1)  # an answer without a token is not the most likely one
+    return [
+        [(part[:, 0].sum().item(), (part[:, 1] if len(part) else nothing).min().item()) for part in parts_of]
+        for parts_of in ([next(parts) for _ in tree.scored] for tree in batch)
+    ]
 
 
-def ending_losses(
-    model: GPT, trees: Sequence[Tree], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
+def score(
+    model: GPT, questions: Sequence[Question], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
 ) -> np.ndarray:
-    """Compute the summed loss of each ending in nats, (examples, most endings), on all ranks together.
+    """Score the answers of questions on all ranks together, (questions, most answers, 2) float64.
 
-    An ending that an example lacks has +inf. Under autocast, examples that its rounding may decide are scored again
-    without it, so the choices are those of fp32 (except for layers in fp8, and for FSDP in bf16, which rounds the
-    weights).
+    Of each answer: the summed loss in nats, and by how much the logit of each of its tokens exceeds all others, at
+    least. An answer that a question lacks, or that equals one before it, has the loss +inf. Under autocast, questions
+    that its rounding may decide are scored again without it, so the choices are those of fp32 (except for layers in
+    fp8, and for FSDP in bf16, which rounds the weights).
 
     Args:
         check: is called before each batch, and may raise to end the evaluation.
 
     Returns: the same array on every rank.
     """
-    absent = per_ending([[0.0] * len(tree.endings) for tree in trees], absent=np.inf)
-    losses = absent.copy()
+    found = np.zeros((len(questions), max(len(question.answers) for question in questions), 2))
+    trees = [tree for number, question in enumerate(questions) for tree in trees_of(number, question)]
+    found[:, :, 0] = np.inf
+    for tree in trees:
+        found[tree.question, tree.answers, 0] = 0
 
-    def score(trees: Sequence[Tree], what: str) -> None:
-        """Set `losses` of these trees."""
+    def score_trees(trees: Sequence[Tree], what: str) -> None:
+        """Set `found` of these trees."""
         batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
-        found = torch.zeros(losses.shape, dtype=torch.float64)
+        mine = torch.zeros(found.shape, dtype=torch.float64)
         for turn in tqdm(range(0, len(batches), ranks.world_size), desc=what, unit="batch", disable=not progress):
             check()
             # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
-            mine = turn + ranks.rank
-            batch = batches[min(mine, len(batches) - 1)]
-            for tree, sums in zip(batch, score_batch(model, batch, ranks.device), strict=True):
-                if mine < len(batches):
-                    found[tree.example, : len(sums)] = torch.tensor(sums)
-        scored = [tree.example for tree in trees]
-        losses[scored] = (ranks.sum(found).numpy() + absent)[scored]
+            batch = batches[min(turn + ranks.rank, len(batches) - 1)]
+            for tree, scores in zip(batch, score_batch(model, batch, ranks.device), strict=True):
+                if turn + ranks.rank < len(batches):
+                    mine[tree.question, tree.answers] = torch.tensor(scores, dtype=torch.float64)
+        of_all = ranks.sum(mine).numpy()
+        for tree in trees:
+            found[tree.question, tree.answers] = of_all[tree.question, tree.answers]
 
     with evaluating(model), any_length():
-        score(trees, "endings")
+        score_trees(trees, "examples")
         if torch.is_autocast_enabled(ranks.device.type):
-            close = close_calls(trees, losses)
+            close = close_calls(questions, found)
             with torch.autocast(ranks.device.type, enabled=False):
-                score([tree for tree in trees if close[tree.example]], "close calls")
-    return losses
+                score_trees([tree for tree in trees if close[tree.question]], "close calls")
+    return found
 
 
-def close_calls(trees: Sequence[Tree], losses: np.ndarray) -> np.ndarray:
-    """Find the examples in which rounding may decide the best ending, by sum or by length; (examples,) bool."""
-    errors = ROUNDING * np.sqrt(per_ending([[len(ending) for ending in tree.endings] for tree in trees]))
-    close = np.zeros(len(losses), bool)
-    for length in (1, per_ending([tree.lengths for tree in trees])):
-        bound = ((losses + errors) / length).min(1, keepdims=True)  # the best ending is at most this
+def close_calls(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
+    """Find the questions in which rounding may decide the answer, by sum or by length; (questions,) bool."""
+    losses, lengths = found[..., 0], lengths_of(questions)
+    errors = ROUNDING * np.sqrt(lengths)
+    close = np.array([question.label is None for question in questions])
+    close &= np.abs(found[:, 0, 1]) < ROUNDING_OF_MARGIN
+    for length in (1, np.maximum(lengths, 1)):
+        bound = ((losses + errors) / length).min(1, keepdims=True)  # the best answer is at most this
         close |= ((losses - errors) / length < bound).sum(1) > 1
     return close
 
 
-def per_ending(numbers: Sequence[Sequence[float]], absent: float = 1.0) -> np.ndarray:
-    """Arrange the numbers of each example's endings in an array, (examples, most endings)."""
-    most = max(map(len, numbers))
-    return np.array([[*of_example, *[absent] * (most - len(of_example))] for of_example in numbers])
+def lengths_of(questions: Sequence[Question]) -> np.ndarray:
+    """Return the number of scored tokens of each answer, (questions, most answers); 1 where there is none."""
+    most = max(len(question.answers) for question in questions)
+    return np.array([[*question.scored, *[1] * (most - len(question.scored))] for question in questions])
 
 
-class Scores(NamedTuple):
-    """Accuracies in [0, 1]."""
-
-    acc: float
-    acc_norm: float
-    num_examples: int
-    num_cut: int  # of them, because the model's context is too short
-
-    def __str__(self) -> str:
-        cut = f", {self.num_cut:,} of them cut to the model's context" * bool(self.num_cut)
-        return f"acc {self.acc:.4f} acc_norm {self.acc_norm:.4f} ({self.num_examples:,} examples{cut})"
-
-    def metrics(self, task: str) -> dict[str, float]:
-        return {f"{task}_acc": self.acc, f"{task}_acc_norm": self.acc_norm}
+# ---------------------------------------------------------------------------------------------------------------------
+# accuracies
 
 
-def score_examples(
-    model: GPT, trees: Sequence[Tree], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
-) -> Scores:
-    """Compute the scores of the trees' examples; arguments as in ending_losses."""
-    losses = ending_losses(model, trees, ranks, check, progress)
-    labels, lengths = [tree.label for tree in trees], per_ending([tree.lengths for tree in trees])
-    acc, acc_norm = (float((found.argmin(1) == labels).mean()) for found in (losses, losses / lengths))
-    return Scores(acc, acc_norm, len(trees), sum(tree.is_cut for tree in trees))
+def right_answers(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
+    """Return whether the best answer is the right one, by the summed loss and by the loss per token, (2, questions)."""
+    losses, lengths = found[..., 0], lengths_of(questions)
+    by_length = np.where(lengths > 0, losses / np.maximum(lengths, 1), np.inf)
+    by_length[lengths[:, 0] == 0, 0] = -np.inf  # in nanochat its loss is NaN, and Python's min() begins with it
+    labels = np.array([-1 if question.label is None else question.label for question in questions])
+    return np.where(labels < 0, found[:, 0, 1] > 0, [by.argmin(1) == labels for by in (losses, by_length)])
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks that are scored together, with one result."""
+
+    name: str  # HELLASWAG or CORE
+    tasks: Sequence[Task]
+    questions: list[Question]  # of all tasks
+
+    @classmethod
+    def of(cls, name: str, tasks: Sequence[Task], tokenizer: Tokenizer, context_length: int, ranks: Ranks) -> "Suite":
+        """Tokenize tasks, on all ranks together."""
+        asked = [(task, number) for task in tasks for number in range(len(task.rows))]
+        mine = [tokenize(*example, tokenizer, context_length) for example in asked[ranks.rank :: ranks.world_size]]
+        parts = ranks.gather(mine)
+        return cls(name, tasks, [parts[n % len(parts)][n // len(parts)] for n in range(len(asked))])
+
+    def scored(
+        self, model: GPT, ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
+    ) -> tuple[dict[str, float], str]:
+        """Score a model, arguments as in score(); return numbers for the logs, and a text.
+
+        HellaSwag has acc and acc_norm. CORE is the mean of its tasks' accuracies by loss per token, each centred.
+        """
+        losses, norms = right_answers(self.questions, score(model, self.questions, ranks, check, progress))
+        cut, ends = [question.is_cut for question in self.questions], accumulate(len(task.rows) for task in self.tasks)
+        examples = f"({len(cut):,} examples{f', {sum(cut):,} of them cut to the context of the model' * any(cut)})"
+        if self.name == HELLASWAG:
+            acc, acc_norm = losses.mean().item(), norms.mean().item()
+            text = f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} {examples}"
+            return {f"{HELLASWAG}_acc": acc, f"{HELLASWAG}_acc_norm": acc_norm}, text
+        line, centred = "  {:<36} {:>8} {:>8} {:>8} {:>9} {:>7}".format, dict[str, float]()
+        lines = [line("task", "accuracy", "chance", "centred", "examples", "cut")]
+        for task, end in zip(self.tasks, ends, strict=True):
+            of_task = slice(end - len(task.rows), end)
+            accuracy = norms[of_task].mean().item()
+            centred[f"{CORE}/{task.label}"] = centre = (accuracy - task.chance) / (1 - task.chance)
+            numbers = (f"{number:.4f}" for number in (accuracy, task.chance, centre))
+            lines.append(line(printable(task.label), *numbers, f"{len(task.rows):,}", f"{sum(cut[of_task]):,}"))
+        core = sum(centred.values()) / len(centred)
+        text = f"CORE {core:.4f}, the mean of {counted(len(centred), 'task')} {examples}"
+        return {CORE: core, **centred}, "\n".join([text, *lines])
+
+
+def load_suites(
+    config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, warn: Callable[[str], object]
+) -> list[tuple[int, Suite]]:
+    """Return what a run scores, and how often. HellaSwag is left out, with a warning, if it is unavailable."""
+    suites, how = list[tuple[int, Suite]](), (tokenizer, config.context_length, ranks)
+    if config.hellaswag_freq:
+        try:
+            task = ranks.from_main(partial(load_hellaswag, config.hellaswag_file))
+            suites.append((config.hellaswag_freq, Suite.of(HELLASWAG, [task], *how)))
+        except UserError as error:
+            warn(f"no HellaSwag in this run: {error}")
+    if config.core_freq:
+        tasks = ranks.from_main(partial(load_core, config.core_dir, config.core_examples or None))
+        suites.append((config.core_freq, Suite.of(CORE, tasks, *how)))
+    return suites
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,27 +308,29 @@ def score_examples(
 
 
 @dataclass(frozen=True)
-class HellaSwagOptions(CheckpointOptions):
-    task: str = option("hellaswag", EXPECTED, aliases=("eval_tasks",))
-    limit: int | None = option(None, "number of examples, from the start (default: all)", at_least=1)
-    style: str = option(STYLES[0], "definition of HellaSwag's acc and acc_norm", choices=STYLES)
+class EvaluationOptions(CheckpointOptions):
+    tasks: str = option(HELLASWAG, "hellaswag, or core", choices=(HELLASWAG, CORE))
+    hellaswag_file: str = option("", "examples of HellaSwag, a .jsonl file (default: from the Hub)")
+    core_dir: str = option("", "folder of the tasks of CORE, the evaluation bundle of DCLM or nanochat")
+    limit: int | None = option(None, "examples of each task (default: all)", at_least=1, aliases=("core_examples",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(HellaSwagOptions, argv, "Evaluate a checkpoint on HellaSwag and other tasks.")
-    tasks = parse_tasks(options.task)
+    options = parse_options(EvaluationOptions, argv, "Evaluate a checkpoint on HellaSwag or CORE.")
+    if options.tasks == CORE:
+        tasks = load_core(options.core_dir, options.limit)
+    else:
+        tasks = [load_hellaswag(options.hellaswag_file, options.limit)]
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
         sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
         precision, _ = ranks.broadcast(choose_precision(options.precision, ranks.device, *sizes))
-        for name, file in tasks.items():
-            examples = load_examples(name, file, options.style)[: options.limit]
-            trees = tokenize(examples, tokenizer, model.config.context_length)
-            with autocast(ranks.device, precision):
-                scores = score_examples(model, trees, ranks, progress=ranks.is_main)
-            if ranks.is_main:
-                print(printable(f"{path} at step {checkpoint['step']:,}: {TASKS[name].title} {scores}"))
+        suite = Suite.of(options.tasks, tasks, tokenizer, model.config.context_length, ranks)
+        with autocast(ranks.device, precision):
+            _, text = suite.scored(model, ranks, progress=ranks.is_main)
+        if ranks.is_main:
+            print(printable(f"{path} at step {checkpoint['step']:,}: {text}", keep="\n"))
     return 0
 
 

@@ -280,8 +280,9 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) int64 token ids, T at most context_length (with a cache: minus the tokens already in it).
             targets: (B, T) int64; no loss is computed where they are IGNORED_TARGET.
-            reduction: "mean" for a scalar; "none" for (B, T) losses, 0 where the target is ignored; "scored" for one
-                loss per target that is not ignored, in row-major order, with logits computed only there.
+            reduction: "mean" for a scalar; "none" for (B, T) losses, 0 where the target is ignored; "scored" for
+                (N, 2): of each target that is not ignored, in row-major order, the loss, and by how much its logit
+                exceeds all others, with logits computed only there.
             cache: is extended by these tokens; then only the last token's logits are returned.
             positions: (B, T) int64, or (T,) with a cache, each below context_length; T may then be larger. Default:
                 0, 1, 2, ... after the tokens in the cache.
@@ -317,6 +318,8 @@ class GPT(nn.Module):
         scored = targets != IGNORED_TARGET
         if reduction == "scored":
             x, targets = x[scored], targets[scored]
+            size = self.loss_chunk_size or max(1, len(x))
+            return torch.cat([self._scores(*of) for of in zip(x.split(size), targets.split(size), strict=True)])
         losses = (self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses)(x, targets)
         if reduction == "mean":
             return losses.sum() / scored.sum()
@@ -331,6 +334,13 @@ class GPT(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each token, (N,), from (N, C) and (N,)."""
         return token_losses(self._logits(x), targets, self.config.vocab_size)
+
+    def _scores(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of each token, and its logit minus the largest other one, (N, 2) from (N, C)."""
+        logits, at = self._logits(x), targets[:, None]
+        losses, logits = token_losses(logits, targets, self.config.vocab_size), logits[:, : self.config.vocab_size]
+        others = logits.scatter(1, at, -torch.inf).amax(1, keepdim=True)
+        return torch.cat([losses[:, None], logits.gather(1, at).float() - others.float()], dim=1)
 
     def _chunked_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the same, with the logits of loss_chunk_size tokens at a time, recomputed in backward.

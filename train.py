@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
 from generate import sample_texts
-from hellaswag_eval import Tree, load_tasks, score_examples
+from hellaswag_eval import Suite, load_suites
 from model import GPT, GPTConfig, new_model
 from optim import make_optimizer, skips_on_device, state_shapes, update_unless
 from steadygpt.base.options import UserError, run_cli
@@ -40,7 +40,6 @@ from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_cropped
-from steadygpt.data.tasks import TASKS
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
@@ -89,7 +88,7 @@ class Run:
     log: RunLog
     saves: Saves  # when to save, and the thread that writes checkpoints
     tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
-    tasks: Mapping[str, list[Tree]]  # to score, by name
+    suites: list[tuple[int, Suite]]  # of tasks to score, each with the steps between two evaluations
 
     def autocast(self):
         return autocast(self.ranks.device, self.config.precision)
@@ -136,9 +135,10 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     saves = Saves(config, ranks, log, stop, writer)
     if not config.eval_only:
         ranks.on_main(lambda: log.say("\n".join(plan.lines())))
-    reads_text = (plan.writes or config.eval_only) and (config.sample_freq or config.hellaswag_freq or data.val_sets)
+    reads_text = config.sample_freq or config.hellaswag_freq or config.core_freq or data.val_sets
+    reads_text = reads_text and (plan.writes or config.eval_only)
     tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
-    tasks = load_tasks(config, tokenizer, ranks, log.warn) if tokenizer and config.hellaswag_freq else {}
+    suites = load_suites(config, tokenizer, ranks, log.warn) if tokenizer else []
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
@@ -158,7 +158,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         audits=Audits(ranks, config.deterministic or device.type == "cpu", config.sharding == "fsdp"),
         judge=Judge(config, device, state.recent_losses, state.bad_steps),
         results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats), host_copy=HostCopy(ranks),
-        stop=stop, log=log, saves=saves, tokenizer=tokenizer, tasks=tasks,
+        stop=stop, log=log, saves=saves, tokenizer=tokenizer, suites=suites,
     )  # fmt: skip
     stop.listen()
     return run
@@ -290,7 +290,7 @@ def evaluate(run: Run, everything: bool) -> None:
     def due(freq: int) -> bool:
         return freq > 0 and (everything or (state.step > 0 and state.step % freq == 0))
 
-    if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.sample_freq))):
+    if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.core_freq, config.sample_freq))):
         return
     run.results.read_all()
     log.note(doing="evaluating")
@@ -304,11 +304,12 @@ def evaluate(run: Run, everything: bool) -> None:
         text = validation_text(sets, best, epochs)
         log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
         log.tell("histograms", state.step, run.model)
-    for task, trees in run.tasks.items() if due(config.hellaswag_freq) else ():
-        with run.autocast():
-            scores = score_examples(run.model, trees, ranks, run.stop.check)
-        log.evaluation(state.step, f"{TASKS[task].title} {scores}", **scores.metrics(task))
-        saves.evaluated(state, scores.metrics(task), lambda: save(run))
+    for freq, suite in run.suites:
+        if due(freq):
+            with run.autocast():
+                scores, text = suite.scored(run.model, ranks, run.stop.check)
+            log.evaluation(state.step, text, **scores)
+            saves.evaluated(state, scores, lambda: save(run))
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(ranks.device).manual_seed(config.seed + state.step)
         with run.autocast():

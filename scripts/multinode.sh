@@ -12,6 +12,7 @@ number_or_range='^[0-9]+(:[0-9]+)?$'  # written inline, bash 3.2 may reject the 
 [[ $NNODES =~ $number_or_range ]] || { echo "NNODES is $NNODES; expected the number of nodes, such as 2, or a range, such as 1:2" >&2; exit 2; }
 # Without this, PyTorch 2.13 does not tell a returning node the address of rank 0, and the restart times out.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # warnings have a trace of 30 lines each
 trap '' USR1  # torchrun would die of it; the ranks install their own handler, which stops the run and saves
 command=(
     torchrun --nnodes="$NNODES" --nproc_per_node="$((nproc > 1 ? nproc : 1))" --max-restarts="${MAX_RESTARTS:-10}"

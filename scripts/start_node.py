@@ -5,14 +5,16 @@ scripts/start_node.py HEAD PORT torchrun ... train.py [flags], see scripts/multi
 """
 
 import ctypes
+import logging
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -57,25 +59,52 @@ def check_names(head: str, port: int) -> None:
             say(f"waiting for an agent on {head}:{port}, which does not answer yet: {error.strerror or error}")
 
 
+def run_agent(command: Sequence[str], trace: Path) -> None:
+    """Run torchrun in this process, which ends with its parent; what it logs and raises goes to a file.
+
+    Its ranks write where they would, and say in a line what torchrun repeats in forty.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    from torch.distributed import run
+
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    sys.argv = [*command]
+    with trace.open("a") as file:
+        for name in ("torch", "torch.distributed"):
+            logging.getLogger(name).handlers = [logging.StreamHandler(file)]
+        try:
+            run.main()
+        except Exception:
+            traceback.print_exc(file=file)
+            sys.exit(1)
+
+
 def main() -> int:
     head, port, *command = sys.argv[1:]
     flags = next(number for number, word in enumerate(command, start=1) if word.endswith("/train.py"))
-    parse_args(command[flags:])
+    config, _ = parse_args(command[flags:])
     check_names(head, int(port))
     if not is_alone(head):
         place = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}-{socket.gethostname()}-{port}")
         _lock = lock_folder(place, "this machine has an agent already; one starts the ranks of all its GPUs (NPROC)")
+    trace = Path(config.logdir, f"torchrun-{socket.gethostname()}.log")
     with tempfile.TemporaryDirectory() as folder:
         refused = Path(folder, "refused")
-        end_with_me = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
-        agent = subprocess.Popen(command, env=os.environ | {REFUSED: str(refused)}, preexec_fn=end_with_me)
+        os.environ[REFUSED] = str(refused)
+        agent = multiprocessing.get_context("fork").Process(target=run_agent, args=(command, trace))
+        agent.start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: agent.send_signal(number))
-        while (status := agent.poll()) is None:
+            signal.signal(number, lambda number, _: os.kill(agent.pid, number))
+        while (status := agent.exitcode) is None:
             if refused.exists():  # the agent would start the ranks again, with the same result
                 agent.kill()
             time.sleep(0.2)
-        return 2 if refused.exists() else status if status >= 0 else 128 - status
+        if refused.exists():
+            return 2
+    if status:
+        say(f"error: torchrun has ended with status {status}; what it wrote is in {trace}")
+    return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from typing import Annotated
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.typed import typed
 from steadygpt.data.shards import parse_folders
-from steadygpt.data.tasks import EXPECTED, parse_tasks
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
@@ -199,8 +198,11 @@ class TrainConfig(GPTConfig):
 
     eval_freq: int = _evals(250, "steps between validations; 0 = off")
     eval_tokens: int = _evals(10485760, "validation tokens: equally many of each set, spread over it", at_least=1)
-    eval_tasks: str = _evals("hellaswag", EXPECTED)
-    hellaswag_freq: int = _evals(500, "steps between evaluations of eval_tasks; 0 = off")
+    hellaswag_freq: int = _evals(500, "steps between evaluations on HellaSwag; 0 = off")
+    hellaswag_file: str = _evals("", "examples of HellaSwag, a .jsonl file (default: from the Hub)")
+    core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
+    core_dir: str = _evals("", "folder of the tasks of CORE, the evaluation bundle of DCLM or nanochat")
+    core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
     sample_prompt: str = _evals("", "prompt of the text samples (default: the start of a document)")
     eval_only: bool = _evals(False, "evaluate --resume (default: latest) or --init_from, and exit", on_resume="launch")
@@ -239,14 +241,15 @@ class TrainConfig(GPTConfig):
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
-        tasks, is_fsdp = parse_tasks(self.eval_tasks).keys() - {"hellaswag"}, self.sharding == "fsdp"
-        evaluates, ramp = self.eval_freq or self.hellaswag_freq or self.sample_freq, parse_ramp(self.batch_ramp)
+        is_fsdp, ramp = self.sharding == "fsdp", parse_ramp(self.batch_ramp)
+        evaluates = self.eval_freq or self.hellaswag_freq or self.core_freq or self.sample_freq
         stages = [(self.context_length - 1, 0.0), *ramp, (self.total_batch_size, math.inf)]
         ascends = all(size < next_size and end < next_end for (size, end), (next_size, next_end) in pairwise(stages))
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
             (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
-            (tasks and not self.hellaswag_freq, f"--eval_tasks {self.eval_tasks} needs a --hellaswag_freq above 0"),
+            (self.core_freq and not self.core_dir, "--core_freq needs --core_dir, the folder of the evaluation bundle"),
+            (self.core_dir and not self.core_freq, "--core_dir needs a --core_freq above 0"),
             (
                 ramp and not ascends,
                 f"--batch_ramp {self.batch_ramp}: expected ascending TOKENS from --context_length "
@@ -255,7 +258,10 @@ class TrainConfig(GPTConfig):
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
-            (self.eval_only and not evaluates, "--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq of 1"),
+            (
+                self.eval_only and not evaluates,
+                "--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1",
+            ),
             (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
             (self.cpu_offload and not is_fsdp, "--cpu_offload needs --sharding fsdp"),
             (self.shard_size and not is_fsdp, "--shard_size needs --sharding fsdp"),

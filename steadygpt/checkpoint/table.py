@@ -14,8 +14,8 @@ from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.machine.digests import combined
 
-_LINE = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>12} {:>12}  {}".format
-_TITLE = _LINE("file", "step", "epoch", "loss", "last val", "bits/byte", "size", "age", "state")
+_LINE = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>7} {:>12} {:>12}  {}".format
+_TITLE = _LINE("file", "step", "epoch", "loss", "last val", "bits/byte", "CORE", "size", "age", "state")
 
 
 def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> int:
@@ -29,7 +29,7 @@ def _line(name: str, head: files.Head | None, size: int, state: str, evaluations
     """Return the line of a file of so many bytes."""
     # A checkpoint is captured before the evaluation of its step; without one, it has the last one before it.
     found = vars(head) | evaluations.get(head.step, {}) if head else {}
-    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
+    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f", "core": ".4f"}
     shown = ["-" if found.get(key) is None else format(found[key], form) for key, form in forms.items()]
     age = duration_text(time.time() - head.saved_at) if head else "-"
     return _LINE(name, *shown, bytes_text(size), age, state)

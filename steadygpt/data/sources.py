@@ -245,12 +245,11 @@ def _hub_source(name: str, repo: hub.Repo, files: Sequence[RemoteFile], streamin
 
 
 def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set of the Hub, NAME[:CONFIG]; its Parquet files stay in the cache."""
+    """Return the rows of a split of a small data set of the Hub; its Parquet files stay in the cache."""
     import pyarrow.parquet as pq
 
-    repo_name, _, config = name.partition(":")
-    repo = hub.find_repo("dataset", repo_name)
-    _, files = hub.data_files(repo, config, split)
+    repo = hub.find_repo("dataset", name)
+    _, files = hub.data_files(repo, "", split)
     paths = [hub.fetch(repo, file.path) for file in files]
     with naming(str(repo)):
         return [row for path in paths for row in pq.read_table(path).to_pylist()]

@@ -1,124 +1,141 @@
-"""Multiple-choice tasks: their data sets, and the conversion of rows to examples."""
+"""Examples of HellaSwag, and of the tasks of CORE from the evaluation bundle of DCLM and nanochat."""
 
-import json
-import re
-from collections.abc import Callable, Sequence
+import csv
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from steadygpt.base.options import UserError
+from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.data.sources import read_split
 
-STYLES = ("build-nanogpt", "lm_eval")
+HELLASWAG, CORE = "hellaswag", "core"
+HUB = "Rowan/hellaswag"
+SCHEMA, GREEDY = "schema", "language_modeling"  # a choice of contexts; no choice, but what is most likely must be right
+# The kinds of task: the columns of a row, and the contexts and continuations to choose from.
+Answers = list[tuple[str, str]]
+KINDS: dict[str, tuple[str, Callable[[dict], Answers]]] = {
+    HELLASWAG: ("ctx, endings, label", lambda row: [(row["ctx"], ending) for ending in row["endings"]]),
+    "multiple_choice": ("query, choices, gold", lambda row: [(row["query"], choice) for choice in row["choices"]]),
+    SCHEMA: (
+        "context_options, continuation, gold",
+        lambda row: [(context, row["continuation"]) for context in row["context_options"]],
+    ),
+    GREEDY: ("context, continuation", lambda row: [(row["context"].strip(), row["continuation"])]),
+}
 
 
-class Example(NamedTuple):
-    """A context and the endings to choose from."""
+class Row(NamedTuple):
+    """An example: contexts with continuations, and which of them is right."""
 
-    context: str
-    endings: list[str]
-    label: int  # index of the right ending
-    style: str = "lm_eval"  # how it is tokenized, and what acc_norm divides by
+    answers: list[tuple[str, str]]
+    label: Count
 
 
 class Task(NamedTuple):
-    """A multiple-choice task, with the split that lm-evaluation-harness scores."""
+    """Examples of one kind."""
 
-    title: str
-    dataset: str  # on the Hub, NAME[:CONFIG]
-    split: str
-    columns: str  # that `read` needs
-    read: Callable[[dict], Example]  # of a row
+    label: str
+    kind: str  # of KINDS
+    rows: Sequence[Row]
+    chance: float = 0.25  # accuracy of guessing
+    shots: int = 0  # answered examples before each
+    delimiter: str = " "  # between context and continuation
 
+    def shots_of(self, number: int) -> str:
+        """Return the answered examples before an example, which are those of nanochat's evaluation."""
+        picked = random.Random(1234 + number).sample(range(len(self.rows) - 1), self.shots)
+        shown = (self.rows[n + (n >= number)] for n in picked)
+        return "".join(f"{self.delimiter.join(row.answers[row.label])}\n\n" for row in shown)
 
-def label_of(row: dict) -> int:
-    """Return the index of the right ending: a number, or a string of digits as on the Hub."""
-    return int(str(row["label"]))
-
-
-def hellaswag(row: dict) -> Example:
-    return Example(row["ctx"], row["endings"], label_of(row), "build-nanogpt")
-
-
-def lm_eval_hellaswag(row: dict) -> Example:
-    """Read a row as lm-evaluation-harness does (task hellaswag, version 1).
-
-    Rows without ctx_a and ctx_b have ctx instead, and their last sentence keeps its lower-case letter.
-    """
-
-    def clean(text: str) -> str:
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-    context = f"{row.get('ctx_a', row['ctx'])} {row.get('ctx_b', '').capitalize()}"
-    endings = [clean(ending) for ending in row["endings"]]
-    return Example(clean(f"{row['activity_label']}: {context}"), endings, label_of(row))
+    @property
+    def num_characters(self) -> int:
+        """The size of all examples, with those before them."""
+        return (self.shots + 1) * sum(len(text) for row in self.rows for text in {*chain(*row.answers)})
 
 
-def arc(row: dict) -> Example:
-    context, choices = "Question: " + row["question"] + "\nAnswer:", row["choices"]
-    return Example(context, choices["text"], choices["label"].index(row["answerKey"]))
+class Listed(NamedTuple):
+    """A task in core.yaml."""
+
+    label: str
+    dataset_uri: str  # below eval_data
+    num_fewshot: tuple[Count]
+    icl_task_type: str
+    continuation_delimiter: str = " "
 
 
-def piqa(row: dict) -> Example:
-    return Example("Question: " + row["goal"] + "\nAnswer:", [row["sol1"], row["sol2"]], label_of(row))
+class Listing(NamedTuple):
+    """The content of core.yaml."""
+
+    icl_tasks: list[Listed]
 
 
-ARC = "test", "question, choices (text, label), answerKey", arc
-TASKS = {
-    "hellaswag": Task("HellaSwag", "Rowan/hellaswag", "validation", "ctx, endings, label", hellaswag),
-    "arc_easy": Task("ARC-Easy", "allenai/ai2_arc:ARC-Easy", *ARC),
-    "arc_challenge": Task("ARC-Challenge", "allenai/ai2_arc:ARC-Challenge", *ARC),
-    "piqa": Task("PIQA", "baber/piqa", "validation", "goal, sol1, sol2, label", piqa),
-}
-EXPECTED = f"one or more of {', '.join(TASKS)}, separated by commas; NAME=FILE reads a file instead of the Hub"
-
-
-def parse_tasks(tasks: str) -> dict[str, str]:
-    """Return name -> file, "" for the Hub, of tasks such as "hellaswag,arc_easy=FILE"."""
-    files = {}
-    for task in tasks.split(","):
-        name, _, file = task.strip().partition("=")
-        if name not in TASKS:
-            raise UserError(f"unknown task {name!r}; expected {EXPECTED}")
-        files[name] = file
-    return files
-
-
-def load_examples(name: str, file: str = "", style: str = STYLES[0]) -> list[Example]:
-    """Load the examples of a task from the Hub, or from a .jsonl file whose rows have the columns of the Hub.
-
-    Args:
-        style: of HellaSwag; the other tasks have lm_eval's only.
-    """
-    task, examples = TASKS[name], []
-    read = lm_eval_hellaswag if (name, style) == ("hellaswag", "lm_eval") else task.read
-    for number, row in enumerate(_rows(name, file), start=1):
-        try:
-            example = read(json.loads(row) if isinstance(row, str) else row)
-            endings, label = example.endings, example.label
-            texts = [example.context, *endings] if isinstance(endings, list) else []
-            if len(texts) < 3 or not all(isinstance(text, str) for text in texts) or not 0 <= label < len(endings):
-                raise ValueError(f"{len(endings)} endings, label {label}")
-            if not all(endings):  # the loss of no tokens would always be the lowest
-                raise ValueError("an empty ending")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            found = f"{file or task.dataset}:{number}: not an example of {task.title} ({error!r:.200})"
-            raise UserError(f"{found}; expected {task.columns}") from error
-        examples.append(example)
-    return examples
-
-
-def _rows(name: str, file: str) -> Sequence[Any]:
-    """Return the lines of a file, or the rows of the Hub."""
-    if not file:
-        try:
-            return read_split(TASKS[name].dataset, TASKS[name].split)
-        except (UserError, OSError) as error:
-            raise UserError(f"{error}; or read it from a file: {name}=FILE") from error
+def load_hellaswag(file: str = "", limit: int | None = None) -> Task:
+    """Load the first `limit` examples of a .jsonl file with the Hub's columns, or those of the Hub."""
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+        lines = _lines(Path(file)) if file else [*enumerate(read_split(HUB, "validation"), start=1)]
+    except (UserError, OSError) as error:
+        raise UserError(f"{error}; --hellaswag_file FILE names a file with the examples") from error
+    return Task(HELLASWAG, HELLASWAG, _read_rows(HELLASWAG, file or HUB, lines[:limit]))
+
+
+def load_core(folder: str, limit: int | None = None) -> list[Task]:
+    """Load at most `limit` examples of each task of an evaluation bundle, in the order of nanochat."""
+    path, about, tasks = Path(folder, "core.yaml"), Path(folder, "eval_meta_data.csv"), []
+    try:
+        content = yaml.safe_load(_read(path))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path}: not YAML ({error!r:.200}); expected the core.yaml of the bundle") from None
+    listing: Listing = typed(content, Listing, path, "expected the core.yaml of the bundle")
+    baselines = {row.get("Eval Task"): row.get("Random baseline") for row in csv.DictReader(_read(about).splitlines())}
+    for label, uri, (shots,), kind, delimiter in listing.icl_tasks:
+        try:
+            chance = float(baselines.get(label) or "") / 100
+        except ValueError:
+            raise UserError(f"{about}: no Random baseline of the Eval Task {label}; expected a number") from None
+        if kind not in KINDS:
+            raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(KINDS)}")
+        file = Path(folder, "eval_data", uri)
+        lines = _lines(file)
+        random.Random(1337).shuffle(lines)
+        rows = _read_rows(kind, file, lines[:limit])
+        if len(rows) <= shots:
+            raise UserError(f"{file}: {len(rows)} examples are read; expected more than the {shots} before each one")
+        tasks.append(Task(label, kind, rows, chance, shots, delimiter))
+    return tasks
+
+
+def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> list[Row]:
+    """Read numbered lines of JSON, or rows of the Hub."""
+    columns, answers_of = KINDS[kind]
+    rows = list[Row]()
+    for number, line in lines:
+        where, advice = f"{file}:{number}", f"expected {columns}"
+        row = parse_json(line, dict, where, advice) if isinstance(line, str) else line
+        try:
+            label = int(str(row.get("label", row.get("gold", 0))))  # the Hub has a string
+            found = {"answers": answers_of(row), "label": label}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where}: not an example of {kind} ({error!r:.200}); {advice}") from None
+        rows.append(typed(found, Row, where, advice))
+        if label >= len(rows[-1].answers):
+            raise UserError(f"{where}: {len(rows[-1].answers)} answers, of which number {label} is right; {advice}")
+    return rows
+
+
+def _lines(path: Path) -> list[tuple[int, Any]]:
+    """Return the numbered lines of a file."""
+    if not (text := _read(path).rstrip("\n")):
+        raise UserError(f"{path}: empty; expected one JSON object per line")
+    return [*enumerate(text.split("\n"), start=1)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); expected one JSON object per line") from error
-    if lines == [""]:
-        raise UserError(f"{file}: empty; expected one JSON object per line")
-    return lines
+        raise UserError(f"{path}: cannot be read ({error}); expected a file of text") from error

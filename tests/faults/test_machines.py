@@ -94,13 +94,16 @@ class Machine(LaunchedRun):
             )  # fmt: skip
 
     def agent(self) -> int:
-        """Return the process id of torchrun."""
+        """Return the process id of the script that runs torchrun."""
         for pid in self.group():
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if any(word.endswith(b"/torchrun") for word in words):
+                if b"start_node.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
-        raise AssertionError(f"no torchrun on {self.name}:\n{self.text()}")
+        raise AssertionError(f"no agent on {self.name}:\n{self.text()}")
+
+    def kill(self) -> None:
+        self.process.kill()  # the loop first, which would start another agent
+        super().kill()
 
     def notice(self) -> None:
         """Tell torchrun to end, as a spot instance does, and take the machine away when it has ended."""
@@ -134,17 +137,18 @@ def wait_for_step(folder: Path, step: int, timeout_s: float = 120) -> None:
 @pytest.mark.parametrize("nnodes", ["3", "2:3"])
 def test_a_run_survives_notices_and_kills_of_any_machine(network, nnodes):
     """Of the rendezvous' too; a machine comes back after some seconds, with the same command."""
-    victims = ["m2", "m1", "m3", "m1", "m2", "m3", "m3", "m2", "m1", "m2"]
-    machines = {name: network.start(name, nnodes=nnodes, folder="m1") for name in network.names}
+    victims = ["m2", "m1", "m3", "m1", "m2", "m3", "m3", "m2", "m1", "m2"] * 2
+    flags = "--max_steps", "250"
+    machines = {name: network.start(name, *flags, nnodes=nnodes, folder="m1") for name in network.names}
     for number, name in enumerate(victims):
         wait_for_step(network.folder / "m1", 10 * number + 5)
         machines[name].notice() if number % 2 else machines[name].kill()
         time.sleep(2)
-        machines[name] = network.start(name, nnodes=nnodes, folder="m1")
+        machines[name] = network.start(name, *flags, nnodes=nnodes, folder="m1")
     for machine in machines.values():
         machine.wait_for("^the loop has ended", 240)
         assert machine.wait() == [0]
-    run_to_end(*FLAGS, *folders("reference"), ranks=3)
+    run_to_end(*FLAGS, *flags, *folders("reference"), ranks=3)
     os.rename("m1/run", "run")
     one, other = load("reference/ckpt/latest.pt"), load("run/ckpt/latest.pt")
     assert one["rows_consumed"] == other["rows_consumed"]
@@ -239,5 +243,8 @@ def test_a_link_that_is_cut_for_good_is_known_to_both_sides(network):
     network.link("m2", "down")
     for machine in both:
         machine.wait_for("lost another rank", 120)  # the kernel's own limit is 15 minutes
+        text = machine.wait_for("^again", 60)
+        assert f"what it wrote is in run/logs/torchrun-{machine.name}.log" in text
+        assert "Traceback" not in text
     network.link("m2", "up")
     assert_ends_as_if_uninterrupted(both)
