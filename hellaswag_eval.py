@@ -10,7 +10,7 @@ CORE is the mean of 22 accuracies, each centred so that chance is 0 and all righ
 nanochat's evaluation of base models.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -38,7 +38,7 @@ TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
 # rms error of 0.0045 to 0.0082.
 ROUNDING = 0.02
-ROUNDING_OF_MARGIN = 0.1  # the same for the distance of two logits
+ROUNDING_OF_LEAD = 0.1  # the same of a logit's lead over all others
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,7 +51,18 @@ class Question(NamedTuple):
     answers: list[np.ndarray]  # (length,) int32 each, a context and a continuation
     scored: list[int]  # how many of the last tokens of each
     label: int | None  # index of the right answer; None for a single one that must be the most likely
-    is_cut: bool  # to the context of the model
+    is_cut: bool = False  # to the context of the model
+
+    @property
+    def shared(self) -> int:
+        """The number of first tokens that are computed once. Each answer is a branch after them."""
+        unscored = (len(ids) - n for ids, n in zip(self.answers, self.scored, strict=True))
+        return max(0, min(common_length(self.answers), *unscored) - 1)
+
+    @property
+    def width(self) -> int:
+        """The number of input tokens. Each branch lacks its last token."""
+        return self.shared + sum(len(ids) - self.shared - 1 for ids in self.answers)
 
 
 def common_length(sequences: Sequence[np.ndarray]) -> int:
@@ -91,143 +102,112 @@ def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int)
             del answers[0], scored[0]
     surplus = max(0, *(len(ids) - limit for ids in answers)) if task.kind == HELLASWAG else 0
     kept = [ids[min(surplus, len(ids) - n - 1) :][-limit:] for ids, n in zip(answers, scored, strict=True)]
-    scored = [min(n, len(ids) - 1) for ids, n in zip(kept, scored, strict=True)]  # the first one has no prediction
+    # The first token has no prediction. Of equal answers rounding could prefer the later one, which is not scored.
+    firsts = {ids.tobytes(): n for n, ids in reversed([*enumerate(kept)])}
+    scored = [min(scored[n], len(ids) - 1) * (firsts[ids.tobytes()] == n) for n, ids in enumerate(kept)]
     is_cut = any(len(ids) < len(whole) for ids, whole in zip(kept, answers, strict=True))
     return Question(kept, scored, None if task.kind == GREEDY else label, is_cut)
 
 
-class Tree(NamedTuple):
-    """Answers of a question that begin alike, so that what they have in common is computed only once."""
-
-    shared: np.ndarray  # tokens before the last one that they have in common
-    branches: list[np.ndarray]  # from that one on
-    scored: list[int]
-    question: int
-    answers: list[int]  # the index of each branch in the question
-
-    @property
-    def width(self) -> int:
-        """Number of input tokens. Each branch lacks its last token."""
-        return len(self.shared) + sum(len(branch) - 1 for branch in self.branches)
-
-
-def trees_of(number: int, question: Question) -> Iterator[Tree]:
-    """Yield the trees of a question: one, or one for each answer if they do not begin alike, such as where cut.
-
-    An answer that equals one before it is left out, because rounding could make it the better one.
-    """
-    tokens, scored = question.answers, question.scored
-    firsts = {ids.tobytes(): n for n, ids in reversed([*enumerate(tokens)])}
-    chosen = sorted(firsts.values())
-    shared = min([common_length(tokens), *(len(tokens[n]) - scored[n] for n in chosen)]) - 1
-    for numbers in [chosen] if shared >= 0 else [[n] for n in chosen]:
-        start = max(0, shared)
-        branches = [tokens[n][start:] for n in numbers]
-        yield Tree(tokens[numbers[0]][:start], branches, [scored[n] for n in numbers], number, numbers)
-
-
-def make_batches(trees: Sequence[Tree], tokens_per_batch: int) -> list[list[Tree]]:
-    """Group trees of similar width to save padding, the widest first, so that a lack of memory shows at once."""
-    batches: list[list[Tree]] = []
-    for tree in sorted(trees, key=lambda tree: tree.width, reverse=True):
-        if not batches or batches[-1][0].width * (len(batches[-1]) + 1) > tokens_per_batch:
+def make_batches(widths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Group indices of similar width to save padding, the widest first, so that a lack of memory shows at once."""
+    batches: list[list[int]] = []
+    for number in sorted(range(len(widths)), key=lambda number: widths[number], reverse=True):
+        if not batches or widths[batches[-1][0]] * (len(batches[-1]) + 1) > tokens_per_batch:
             batches.append([])
-        batches[-1].append(tree)
+        batches[-1].append(number)
     return batches
 
 
-def score_batch(model: nn.Module, batch: Sequence[Tree], device: torch.device) -> list[list[tuple[float, float]]]:
-    """Return of each branch of each tree the summed loss in nats, and the least distance of a logit from all others.
+def score_batch(model: nn.Module, batch: Sequence[Question], device: torch.device) -> list[list[tuple[float, float]]]:
+    """Return of each answer of each question the summed loss in nats, and the least lead of a token's logit.
 
-    Logits are computed for scored tokens only.
+    Logits are computed for scored tokens only. Without any, both are 0.
     """
-    width = max(1, *(tree.width for tree in batch))
+    width = max(1, *(question.width for question in batch))
     inputs, positions = torch.zeros(2, len(batch), width, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED_TARGET)
     branches = torch.zeros_like(inputs)  # 0: shared, visible to all; 1, 2, ...: branches, each visible to itself
-    for i, tree in enumerate(batch):
-        shared = begin = len(tree.shared)
-        inputs[i, :shared], positions[i, :shared] = torch.from_numpy(tree.shared), torch.arange(shared)
-        for number, (tokens, count) in enumerate(zip(tree.branches, tree.scored, strict=True), start=1):
-            ids, end = torch.from_numpy(tokens), begin + len(tokens) - 1
-            inputs[i, begin:end] = ids[:-1]
+    for i, question in enumerate(batch):
+        shared = begin = question.shared
+        inputs[i, :shared], positions[i, :shared] = torch.from_numpy(question.answers[0][:shared]), torch.arange(shared)
+        for number, (answer, count) in enumerate(zip(question.answers, question.scored, strict=True), start=1):
+            ids, end = torch.from_numpy(answer), begin + len(answer) - shared - 1
+            inputs[i, begin:end] = ids[shared:-1]
             targets[i, end - count : end] = ids[len(ids) - count :]
-            positions[i, begin:end] = torch.arange(shared, shared + len(ids) - 1)
+            positions[i, begin:end] = torch.arange(shared, len(ids) - 1)
             branches[i, begin:end] = number
             begin = end
     inputs, targets, positions, branches = (x.to(device) for x in (inputs, targets, positions, branches))
     same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     mask = same.tril()[:, None]  # (B, 1, width, width)
     scores = model(inputs, targets, reduction="scored", positions=positions, mask=mask).float().cpu()
-    parts = iter(scores.split([*chain.from_iterable(tree.scored for tree in batch)]))
-    nothing = torch.zeros(1)  # an answer without a token is not the most likely one
-    return [
-        [(part[:, 0].sum().item(), (part[:, 1] if len(part) else nothing).min().item()) for part in parts_of]
-        for parts_of in ([next(parts) for _ in tree.scored] for tree in batch)
-    ]
+    parts = iter(scores.split([*chain.from_iterable(question.scored for question in batch)]))
+    of_answers = [[next(parts) for _ in question.answers] for question in batch]
+    return [[(of[:, 0].sum().item(), min(of[:, 1].tolist(), default=0.0)) for of in some] for some in of_answers]
 
 
 def score(
     model: GPT, questions: Sequence[Question], ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
 ) -> np.ndarray:
-    """Score the answers of questions on all ranks together, (questions, most answers, 2) float64.
+    """Score the answers of questions on all ranks together, (questions, most answers, 2) float64, see score_batch().
 
-    Of each answer: the summed loss in nats, and by how much the logit of each of its tokens exceeds all others, at
-    least. An answer that a question lacks, or that equals one before it, has the loss +inf. Under autocast, questions
-    that its rounding may decide are scored again without it, so the choices are those of fp32 (except for layers in
-    fp8, and for FSDP in bf16, which rounds the weights).
+    Under autocast, questions that its rounding may decide are scored again without it, so the choices are those of fp32
+    (except for layers in fp8, and for FSDP in bf16, which rounds the weights).
 
     Args:
         check: is called before each batch, and may raise to end the evaluation.
 
-    Returns: the same array on every rank.
+    Returns: the same array on every rank; 0 for answers that a question lacks.
     """
-    found = np.zeros((len(questions), max(len(question.answers) for question in questions), 2))
-    trees = [tree for number, question in enumerate(questions) for tree in trees_of(number, question)]
-    found[:, :, 0] = np.inf
-    for tree in trees:
-        found[tree.question, tree.answers, 0] = 0
+    widths = np.array([question.width for question in questions])
 
-    def score_trees(trees: Sequence[Tree], what: str) -> None:
-        """Set `found` of these trees."""
-        batches = make_batches(trees, TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
-        mine = torch.zeros(found.shape, dtype=torch.float64)
+    def score_some(chosen: np.ndarray, what: str) -> np.ndarray:
+        """Score the questions of these indices, all others are 0."""
+        batches = make_batches(widths[chosen], TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
+        found = torch.zeros(len(questions), max(len(question.answers) for question in questions), 2).double()
         for turn in tqdm(range(0, len(batches), ranks.world_size), desc=what, unit="batch", disable=not progress):
             check()
             # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
-            batch = batches[min(turn + ranks.rank, len(batches) - 1)]
-            for tree, scores in zip(batch, score_batch(model, batch, ranks.device), strict=True):
-                if turn + ranks.rank < len(batches):
-                    mine[tree.question, tree.answers] = torch.tensor(scores, dtype=torch.float64)
-        of_all = ranks.sum(mine).numpy()
-        for tree in trees:
-            found[tree.question, tree.answers] = of_all[tree.question, tree.answers]
+            batch = chosen[batches[min(turn + ranks.rank, len(batches) - 1)]]
+            scores = score_batch(model, [questions[number] for number in batch], ranks.device)
+            for number, of_answers in zip(batch, scores, strict=True) if turn + ranks.rank < len(batches) else ():
+                found[number, : len(of_answers)] = torch.tensor(of_answers)
+        return ranks.sum(found).numpy()
 
     with evaluating(model), any_length():
-        score_trees(trees, "examples")
+        found = score_some(np.arange(len(questions)), "examples")
         if torch.is_autocast_enabled(ranks.device.type):
             close = close_calls(questions, found)
             with torch.autocast(ranks.device.type, enabled=False):
-                score_trees([tree for tree in trees if close[tree.question]], "close calls")
+                found[close] = score_some(close.nonzero()[0], "close calls")[close]
     return found
+
+
+def by_sum_and_length(questions: Sequence[Question], found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the loss of each answer by its sum and per token, and its number of tokens, (questions, most answers).
+
+    An answer without a token is never the best, unless it is the first one: in nanochat its loss per token is NaN, and
+    Python's min() takes a NaN that comes first.
+    """
+    lengths = np.zeros(found.shape[:2])
+    for number, question in enumerate(questions):
+        lengths[number, : len(question.scored)] = question.scored
+    sums = np.where(lengths > 0, found[..., 0], np.inf)
+    per_token = sums / np.maximum(lengths, 1)
+    per_token[lengths[:, 0] == 0, 0] = -np.inf
+    return sums, per_token, lengths
 
 
 def close_calls(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
     """Find the questions in which rounding may decide the answer, by sum or by length; (questions,) bool."""
-    losses, lengths = found[..., 0], lengths_of(questions)
-    errors = ROUNDING * np.sqrt(lengths)
-    close = np.array([question.label is None for question in questions])
-    close &= np.abs(found[:, 0, 1]) < ROUNDING_OF_MARGIN
-    for length in (1, np.maximum(lengths, 1)):
-        bound = ((losses + errors) / length).min(1, keepdims=True)  # the best answer is at most this
-        close |= ((losses - errors) / length < bound).sum(1) > 1
+    *losses, lengths = by_sum_and_length(questions, found)
+    close = np.array([question.label is None for question in questions]) & (np.abs(found[:, 0, 1]) < ROUNDING_OF_LEAD)
+    for loss, length in zip(losses, (1, np.maximum(lengths, 1)), strict=True):
+        errors = ROUNDING * np.sqrt(lengths) / length
+        bound = (loss + errors).min(1, keepdims=True)  # the best answer is at most this
+        close |= (loss - errors < bound).sum(1) > 1
     return close
-
-
-def lengths_of(questions: Sequence[Question]) -> np.ndarray:
-    """Return the number of scored tokens of each answer, (questions, most answers); 1 where there is none."""
-    most = max(len(question.answers) for question in questions)
-    return np.array([[*question.scored, *[1] * (most - len(question.scored))] for question in questions])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,11 +216,9 @@ def lengths_of(questions: Sequence[Question]) -> np.ndarray:
 
 def right_answers(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
     """Return whether the best answer is the right one, by the summed loss and by the loss per token, (2, questions)."""
-    losses, lengths = found[..., 0], lengths_of(questions)
-    by_length = np.where(lengths > 0, losses / np.maximum(lengths, 1), np.inf)
-    by_length[lengths[:, 0] == 0, 0] = -np.inf  # in nanochat its loss is NaN, and Python's min() begins with it
     labels = np.array([-1 if question.label is None else question.label for question in questions])
-    return np.where(labels < 0, found[:, 0, 1] > 0, [by.argmin(1) == labels for by in (losses, by_length)])
+    chosen = [losses.argmin(1) == labels for losses in by_sum_and_length(questions, found)[:2]]
+    return np.where(labels < 0, found[:, 0, 1] > 0, chosen)
 
 
 @dataclass(frozen=True)
@@ -255,8 +233,8 @@ class Suite:
     def of(cls, name: str, tasks: Sequence[Task], tokenizer: Tokenizer, context_length: int, ranks: Ranks) -> "Suite":
         """Tokenize tasks, on all ranks together."""
         asked = [(task, number) for task in tasks for number in range(len(task.rows))]
-        mine = [tokenize(*example, tokenizer, context_length) for example in asked[ranks.rank :: ranks.world_size]]
-        parts = ranks.gather(mine)
+        mine = asked[ranks.rank :: ranks.world_size]
+        parts = ranks.gather(ranks.on_each(lambda: [tokenize(*one, tokenizer, context_length) for one in mine]))
         return cls(name, tasks, [parts[n % len(parts)][n // len(parts)] for n in range(len(asked))])
 
     def scored(

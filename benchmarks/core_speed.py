@@ -168,7 +168,7 @@ def main() -> None:
     differing = [number for number, (one, other) in enumerate(pairs) if other not in (one, None)]
     refused = answers["nanochat"].count(None)
     print(
-        f"{len(pairs):,} examples, {sum(answers['ours']):,} right, {refused} refused by nanochat, different: {differing}"
+        f"{len(pairs):,} examples, {sum(answers['ours']):,} right, {refused} refused by nanochat; differ: {differing}"
     )
     report(figures, "examples/s", args)
 

@@ -3,13 +3,14 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import in_ranks, weights_content
 from test_model import SMALL, ids, small
 
 from convert_hf import write_folder
-from hellaswag_eval import Tree, ending_losses
+from hellaswag_eval import Question, score
 from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import UserError
@@ -55,11 +56,11 @@ def test_a_cache_computes_the_same(shape):
 
 @each_shape
 def test_endings_of_a_tree_are_scored_as_alone(shape):
-    model, endings = small(**shape), [[4, 5], [6], [7, 8, 9]]
-    [losses] = ending_losses(model, [Tree([1, 2, 3], endings, [1] * 3, 0, 0)], ALONE)
+    model, answers = small(**shape), [np.array([1, 2, 3, *ending]) for ending in ([4, 5], [6], [7, 8, 9])]
+    [scores] = score(model, [Question(answers, [2, 1, 3], 0)], ALONE)
     with evaluating(model):
-        for ending, loss in zip(endings, losses, strict=True):
-            tokens = torch.tensor([[1, 2, 3, *ending]])
+        for answer, (loss, _) in zip(answers, scores, strict=True):
+            tokens = torch.from_numpy(answer)[None]
             found = model(tokens[:, :-1], tokens[:, 1:], reduction="none")[0, 2:].sum()
             assert found.item() == pytest.approx(loss, rel=1e-5)
 

@@ -34,7 +34,7 @@ def test_eval_only_of_weights_prints_each_evaluation(workdir, capsys):
     run_here(*TRAINED)
     write_examples(workdir)
     capsys.readouterr()
-    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--eval_tasks", "hellaswag=hs.jsonl")
+    sampled = ("--sample_freq", "1", "--hellaswag_freq", "1", "--hellaswag_file", "hs.jsonl")
     run_here("--eval_only", "--init_from", "checkpoints/latest.pt", "--eval_freq", "1", *sampled)
     title, val_loss, hellaswag, sample, *text = capsys.readouterr().out.splitlines()
     assert title == "checkpoints/latest.pt at step 0:"
@@ -47,5 +47,7 @@ def test_eval_only_without_evaluations_or_checkpoints_is_an_error(workdir):
     with pytest.raises(UserError, match="no checkpoints in checkpoints"):
         run_here("--eval_only")
     run_here()
-    with pytest.raises(UserError, match="--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq of 1"):
+    with pytest.raises(
+        UserError, match="--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1"
+    ):
         run_here("--eval_only")

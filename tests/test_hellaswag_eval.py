@@ -1,49 +1,56 @@
-"""Tests of hellaswag_eval.py: its scores equal those of a plain loop over the endings."""
+"""Tests of hellaswag_eval.py: its answers equal those of a plain loop over the texts."""
 
 import dataclasses
-import io
 import json
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import weights_content
+from conftest import metrics, run_here, scalars, weights_content
 
 import hellaswag_eval
+from benchmarks.core_speed import write_bundle
 from hellaswag_eval import (
     ROUNDING,
+    ROUNDING_OF_LEAD,
     TOKENS_PER_BATCH,
-    Tree,
+    Question,
+    Suite,
     close_calls,
-    ending_losses,
     make_batches,
-    per_ending,
-    score_examples,
+    right_answers,
+    score,
     tokenize,
 )
 from model import GPT, GPTConfig
-from steadygpt.base import retry
-from steadygpt.data.tasks import Example, lm_eval_hellaswag, load_examples
+from steadygpt.data.tasks import Row, Task, load_core
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.ranks import Ranks, Stopped
 
 CPU = Ranks(torch.device("cpu"))
+BYTES = get_tokenizer("bytes")
 WORDS = "a man in the kitchen takes an egg and then he puts it down on a very long table".split()
 
 
-def examples(count=24, seed=0) -> list[Example]:
-    """HellaSwag examples of random words and lengths."""
+def hellaswag(count=24, seed=0) -> Task:
+    """Examples of random words and lengths."""
     random = torch.Generator().manual_seed(seed)
 
     def words(most: int) -> str:
         picked = torch.randint(0, len(WORDS), (int(torch.randint(1, most, (), generator=random)),), generator=random)
         return " ".join(WORDS[i] for i in picked)
 
-    return [Example(words(12), [words(9) for _ in range(4)], number % 4, "build-nanogpt") for number in range(count)]
+    def row(number: int) -> Row:
+        context = words(12)
+        return Row([(context, words(9)) for _ in range(4)], number % 4)
+
+    return Task("hellaswag", "hellaswag", [row(number) for number in range(count)])
+
+
+def questions_of(task: Task, context_length=160) -> list[Question]:
+    return [tokenize(task, number, BYTES, context_length) for number in range(len(task.rows))]
 
 
 @pytest.fixture(scope="module")
@@ -55,118 +62,115 @@ def model() -> GPT:
     return model
 
 
-def row_of(example: Example) -> dict:
-    """The row of HellaSwag's file that holds an example."""
-    return {"ctx": example.context, "endings": example.endings, "label": example.label}
-
-
-def trees_of(examples: list[Example], context_length=160):
-    return tokenize(examples, get_tokenizer("bytes"), context_length)
-
-
 @torch.no_grad()
-def plain_losses(model: GPT, example: Example) -> list[torch.Tensor]:
-    """Compute the losses of each ending's tokens by definition: one ending at a time, with all logits."""
-    encode, found = get_tokenizer("bytes").encode, []
-    for ending in example.endings:
-        context, completion = encode(example.context), encode(" " + ending)
-        tokens = torch.tensor([context + completion])
-        losses = F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:], reduction="none")
-        found.append(losses[-len(completion) :])
-    return found
+def plain(model: GPT, question: Question) -> tuple[list[float], list[float], bool]:
+    """Return the summed loss and the loss per token of each answer, one at a time, and whether the first is greedy."""
+    sums, means = [], []
+    for ids, count in zip(question.answers, question.scored, strict=True):
+        tokens = torch.from_numpy(ids)[None].long()
+        logits = model(tokens)[0, :-1]
+        losses = F.cross_entropy(logits, tokens[0, 1:], reduction="none")[len(logits) - count :]
+        sums.append(losses.sum().item())
+        means.append(losses.mean().item())
+        if len(sums) == 1:
+            is_greedy = torch.equal(logits.argmax(1)[len(logits) - count :], tokens[0, len(ids) - count :])
+    return sums, means, is_greedy and question.scored[0] > 0
 
 
-BY = {
-    "sum": lambda losses, text: losses.sum().item(),
-    "mean": lambda losses, text: losses.mean().item(),
-    "character": lambda losses, text: losses.sum().item() / len(text),
-}
-
-
-def plain_choices(model: GPT, examples: list[Example], by: str) -> list[int]:
-    """Return the ending of each example for which BY[by](its losses, its text) is lowest."""
-    choices = []
-    for example in examples:
-        endings = zip(plain_losses(model, example), example.endings, strict=True)
-        values = [BY[by](losses, text) for losses, text in endings]
-        choices.append(values.index(min(values)))
-    return choices
-
-
-def plain_score(model: GPT, examples: list[Example], by: str) -> float:
-    choices = plain_choices(model, examples, by)
-    return sum(choice == example.label for choice, example in zip(choices, examples, strict=True)) / len(examples)
+def plain_right(model: GPT, questions: list[Question]) -> list[list[bool]]:
+    """Return what right_answers() should. Python's min() takes the first of what is equal, and a NaN that is first."""
+    found = []
+    for question in questions:
+        *losses, is_greedy = plain(model, question)
+        chosen = [values.index(min(values)) == question.label for values in losses]
+        found.append([is_greedy] * 2 if question.label is None else chosen)
+    return [list(of) for of in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("tokens_per_batch", [200, 100000])
-def test_scores_choices_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
+def test_answers_and_losses_equal_those_of_a_plain_loop(model, tokens_per_batch, monkeypatch):
     monkeypatch.setitem(TOKENS_PER_BATCH, "cpu", tokens_per_batch)
-    some = examples()
-    scores = score_examples(model, trees_of(some), CPU)
-    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, "sum"), plain_score(model, some, "mean"))
-    assert scores.acc != scores.acc_norm
-    assert scores.num_examples == 24
-    for by, kind in (("sum", "acc"), ("mean", "acc_norm")):
-        choices = plain_choices(model, some, by)
-        right = [example._replace(label=choice) for example, choice in zip(some, choices, strict=True)]
-        assert getattr(score_examples(model, trees_of(right), CPU), kind) == 1
-    for losses, example in zip(ending_losses(model, trees_of(some), CPU), some, strict=True):
-        expected = [part.sum().item() for part in plain_losses(model, example)]
-        assert losses.tolist() == pytest.approx(expected, abs=1e-4)
+    questions = questions_of(hellaswag())
+    found = score(model, questions, CPU)
+    expected = plain_right(model, questions)
+    assert right_answers(questions, found).tolist() == expected
+    assert expected[0] != expected[1]
+    losses = [loss for question in questions for loss in plain(model, question)[0]]
+    assert found[..., 0].ravel().tolist() == pytest.approx(losses, abs=1e-4)
 
 
-def test_close_calls_in_bf16_are_scored_again_in_fp32(model):
-    trees = trees_of(examples(count=300))
-    exact = ending_losses(model, trees, CPU)
+@torch.no_grad()
+def continue_greedily(model: GPT, question: Question) -> None:
+    [ids], [count] = question.answers, question.scored
+    for at in range(len(ids) - count, len(ids)):
+        ids[at] = model(torch.from_numpy(ids[:at])[None].long())[0, -1].argmax()
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_answers_to_all_kinds_of_tasks_equal_those_of_a_plain_loop(model, tmp_path, seed):
+    """Some are too long, have equal or empty answers, or none that is all of the most likely tokens."""
+    write_bundle(tmp_path, rows=12, seed=seed)
+    tasks = load_core(str(tmp_path))
+    questions = [question for task in tasks for question in questions_of(task)]
+    for question in questions[::2]:
+        if question.label is None:
+            continue_greedily(model, question)
+    _, expected = plain_right(model, questions)
+    assert right_answers(questions, score(model, questions, CPU))[1].tolist() == expected
+    greedy = [right for right, question in zip(expected, questions, strict=True) if question.label is None]
+    assert 0 < sum(greedy) < len(greedy)
+    assert any(question.is_cut for question in questions)
+
+
+def test_prompts_begin_a_document_after_answered_examples():
+    """Scored is what follows the common tokens; what two contexts have in common at the end; the continuation."""
+    rows = [Row([("Q", "ab"), ("Q", "ac d")], 1), Row([("R", "x"), ("R", "y")], 0)]
+    asked = Task("task", "multiple_choice", rows, shots=1, delimiter=": ")
+    question = tokenize(asked, 0, BYTES, 100)
+    assert [bytes(ids[1:].tolist()) for ids in question.answers] == [b"R: x\n\nQ: ab", b"R: x\n\nQ: ac d"]
+    assert {int(ids[0]) for ids in question.answers} == {BYTES.document_id}
+    assert (question.scored, question.label) == ([1, 3], 1)
+    contexts = Task("task", "schema", [Row([("It a", "is"), ("He b", "is")], 1)])
+    assert tokenize(contexts, 0, BYTES, 100).scored == [3, 3]
+    greedy = Task("task", "language_modeling", [Row([("C", "is")], 0)], delimiter="\n")
+    question = tokenize(greedy, 0, BYTES, 100)
+    assert (bytes(question.answers[0][1:].tolist()), question.scored, question.label) == (b"C\nis", [3], None)
+
+
+def test_close_calls_in_bf16_are_scored_again_in_fp32(model, tmp_path):
+    write_bundle(tmp_path, rows=12)
+    core = [question for task in load_core(str(tmp_path)) for question in questions_of(task)]
+    questions = [*questions_of(hellaswag(count=200)), *core]
+    exact = score(model, questions, CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = ending_losses(model, trees, CPU)
-    again = close_calls(trees, exact)
-    assert 0 < again.sum() < 150
+        found = score(model, questions, CPU)
+    again = close_calls(questions, exact)
+    assert 0 < again.sum() < len(questions) / 2
     assert (found[~again] != exact[~again]).any()
-    lengths = per_ending([tree.lengths for tree in trees])
-    for by in (1, lengths):
-        assert ((found / by).argmin(1) == (exact / by).argmin(1)).all()
+    assert (right_answers(questions, found) == right_answers(questions, exact)).all()
 
 
 def test_every_choice_that_rounding_can_change_is_a_close_call():
     random = np.random.default_rng(0)
-    tokens = random.integers(1, 40, (1000, 4))
-    trees = [Tree([0], [[0] * n for n in row], (5 * row).tolist(), i, 0) for i, row in enumerate(tokens)]
-    exact = random.normal(3, 0.02, tokens.shape) * tokens
-    rounded = exact + random.uniform(-1, 1, tokens.shape) * ROUNDING * np.sqrt(tokens)
-    close = close_calls(trees, rounded)
-    changed = [(rounded / by).argmin(1) != (exact / by).argmin(1) for by in (1, 5 * tokens)]
-    assert all(kind.any() for kind in changed)
-    assert close[np.logical_or(*changed)].all()
-    assert not close.all()
-
-
-def test_lm_eval_texts_equal_those_of_the_harness():
-    """One example of each source: ActivityNet, WikiHow."""
-    first = {"activity_label": "Canoeing", "ctx_a": "Two women [in a child] paddle.", "ctx_b": "the Child and a man"}
-    assert lm_eval_hellaswag(first | {"ctx": "unused", "endings": ["are  then shown."], "label": "0"}) == Example(
-        "Canoeing: Two women paddle. The child and a man", ["are then shown."], 0, "lm_eval"
-    )
-    second = {"activity_label": "Health", "ctx_a": "[header] How to rest [title] Lie down. [step] Now", "ctx_b": ""}
-    assert lm_eval_hellaswag(
-        second | {"ctx": "unused", "endings": [" sleep. [substeps] Well."], "label": 0}
-    ) == Example("Health: How to rest. Lie down. Now", ["sleep. Well."], 0, "lm_eval")
-    without = {"activity_label": "High jump", "ctx": "A boy runs. the boy", "endings": ["runs."], "label": 0}
-    assert lm_eval_hellaswag(without) == Example("High jump: A boy runs. the boy", ["runs."], 0, "lm_eval")
-
-
-def test_lm_eval_normalizes_by_characters(model):
-    """The harness's texts, scored by a plain loop."""
-    some = [lm_eval_hellaswag(row_of(example) | {"activity_label": "Cooking"}) for example in examples()]
-    scores = score_examples(model, trees_of(some), CPU)
-    assert (scores.acc, scores.acc_norm) == (plain_score(model, some, "sum"), plain_score(model, some, "character"))
-    assert scores.acc_norm != plain_score(model, some, "mean")  # otherwise the comparison above proves nothing
+    lengths = random.integers(1, 40, (1500, 4))
+    none = [np.zeros(1, np.int32)] * 4
+    questions = [Question(none, row.tolist(), 0, False) for row in lengths]
+    questions[1000:] = [question._replace(label=None) for question in questions[1000:]]
+    exact = np.stack([random.normal(3, 0.02, lengths.shape) * lengths, random.normal(0, 1, lengths.shape)], axis=-1)
+    errors = random.uniform(-1, 1, exact.shape)
+    errors[..., 0] *= ROUNDING * np.sqrt(lengths)
+    errors[..., 1] *= ROUNDING_OF_LEAD
+    close = close_calls(questions, exact + errors)
+    changed = right_answers(questions, exact) != right_answers(questions, exact + errors)
+    assert changed[:, :1000].any(1).all() and changed[:, 1000:].any()
+    assert close[changed.any(0)].all()
+    assert not close[:1000].all() and not close[1000:].all()
 
 
 def test_evaluation_turns_dropout_off_and_training_mode_on_again(model):
-    dropping = GPT(dataclasses.replace(model.config, dropout=0.5))
+    dropping, questions = GPT(dataclasses.replace(model.config, dropout=0.5)), questions_of(hellaswag())
     dropping.load_state_dict(model.state_dict())
-    assert score_examples(dropping, trees_of(examples()), CPU) == score_examples(model, trees_of(examples()), CPU)
+    assert (score(dropping, questions, CPU) == score(model, questions, CPU)).all()
     assert dropping.training
 
 
@@ -180,51 +184,52 @@ def test_ranks_share_the_batches(model, monkeypatch):
             parts.append(tensor)
             return torch.stack(parts).sum(0)
 
-    trees = trees_of(examples())
-    score_examples(model, trees, Rank(CPU.device, rank=0, world_size=2))
-    both = score_examples(model, trees, Rank(CPU.device, rank=1, world_size=2))
-    assert both == score_examples(model, trees, CPU)
-    assert len(make_batches(trees, 1000)) % 2 == 1  # in the last turn one rank has no batch left
-    assert ((parts[0] != 0) ^ (parts[1] != 0)).all()  # each ending is scored by one rank
+    questions = questions_of(hellaswag())
+    score(model, questions, Rank(CPU.device, rank=0, world_size=2))
+    both = score(model, questions, Rank(CPU.device, rank=1, world_size=2))
+    assert (both == score(model, questions, CPU)).all()
+    assert (
+        len(make_batches([question.width for question in questions], 1000)) % 2 == 1
+    )  # in the last turn one rank has no batch left
+    assert ((parts[0] != 0) ^ (parts[1] != 0)).all()  # each answer is scored by one rank
 
 
-def test_batches_hold_each_tree_once_with_little_padding():
-    trees = trees_of(examples(100))
-    batches = make_batches(trees, 1500)
-    assert sorted(map(id, trees)) == sorted(id(tree) for batch in batches for tree in batch)
-    assert all(len(batch) * max(tree.width for tree in batch) <= 1500 for batch in batches)
-    padding = sum(len(batch) * batch[0].width - sum(tree.width for tree in batch) for batch in batches)
-    assert padding < 0.1 * sum(tree.width for tree in trees)
+def test_batches_hold_each_question_once_with_little_padding():
+    widths = [question.width for question in questions_of(hellaswag(100))]
+    batches = make_batches(widths, 1500)
+    assert sorted(number for batch in batches for number in batch) == [*range(100)]
+    assert all(len(batch) * max(widths[number] for number in batch) <= 1500 for batch in batches)
+    padding = sum(len(batch) * widths[batch[0]] - sum(widths[number] for number in batch) for batch in batches)
+    assert padding < 0.1 * sum(widths)
 
 
-def test_a_context_is_computed_once_for_its_four_endings():
-    (tree,) = trees_of([Example("abc", ["d", "ef", "g", "h"], 0)])
-    assert tree.width == 2 + (1 + 1) * 3 + (2 + 1)  # "ab", then in each branch "c" and the ending without its last byte
+def ending(context: str, *endings: str) -> Task:
+    return Task("hellaswag", "hellaswag", [Row([(context, ending) for ending in endings], 0)])
 
 
-@pytest.mark.parametrize(("context", "endings", "cut_context", "cut_endings"), [
-    ("x" * 50, ["abc"] * 4, b"xxxxx", [b" abc"] * 4),
-    ("x" * 50, ["abc", "a"], b"xxxxx", [b" abc", b" a"]),  # the same context beside each ending
-    ("x" * 50, ["abcdefghij", "a"], b"x", [b"cdefghij", b" a"]),
-    ("x" * 5, ["abc"], b"xxxxx", [b" abc"]),
+def test_what_answers_have_in_common_is_computed_once_and_equal_ones_are_not_scored():
+    [question] = questions_of(ending("abc", "d", "ef", "d", "h"))
+    assert question.width == len("ab") + len("c ") + len("c e") + len("c ") + len("c ")  # each lacks its last token
+    assert question.scored == [2, 3, 0, 2]
+
+
+@pytest.mark.parametrize(("context", "endings", "cut"), [
+    ("x" * 50, ["abc", "abd"], [b"xxxxx abc", b"xxxxx abd"]),
+    ("x" * 50, ["abc", "a"], [b"xxxxx abc", b"xxxxx a"]),  # the same context beside each ending
+    ("x" * 50, ["abcdefghij", "a"], [b"bcdefghij", b"x a"]),
+    ("x" * 5, ["abc"], [b"xxxxx abc"]),
 ])  # fmt: skip
-def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(context, endings, cut_context, cut_endings):
-    (tree,) = trees_of([Example(context, endings, 0)], context_length=8)
-    assert (bytes(tree.context), [bytes(ending) for ending in tree.endings]) == (cut_context, cut_endings)
-
-
-@pytest.mark.parametrize(("style", "lengths"), [("build-nanogpt", [8, 3]), ("lm_eval", [3, 1])])
-def test_a_cut_ending_is_divided_by_what_is_left_of_it(model, style, lengths):
-    trees = trees_of([Example("x", ["é" * 12, "é"], 0, style), Example("x", ["a", "b"], 0, style)], context_length=8)
-    assert [tree.is_cut for tree in trees] == [True, False]
-    assert trees[0].lengths == lengths  # tokens, or characters
-    assert str(score_examples(model, trees, CPU)).endswith("(2 examples, 1 of them cut to the model's context)")
+def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(context, endings, cut):
+    [question] = questions_of(ending(context, *endings), context_length=8)
+    assert [bytes(ids.tolist()) for ids in question.answers] == cut
+    assert question.scored == [min(8, 1 + len(ending)) for ending in endings]
+    assert question.is_cut == (len(context) > 5)
 
 
 def test_endings_without_a_context_begin_a_document(model):
-    trees = trees_of([Example("", ["abc", "d"], 0)])
-    assert trees[0].context == [get_tokenizer("bytes").document_id]
-    assert np.isfinite(ending_losses(model, trees, CPU)).all()
+    questions = questions_of(ending("", "abc", "d"))
+    assert {int(ids[0]) for ids in questions[0].answers} == {BYTES.document_id}
+    assert np.isfinite(score(model, questions, CPU)).all()
 
 
 def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
@@ -233,48 +238,88 @@ def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
 
     model.train()
     with pytest.raises(Stopped):
-        score_examples(model, trees_of(examples()), CPU, check=stop)
+        score(model, questions_of(hellaswag()), CPU, check=stop)
     assert model.training
 
 
-def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
-    rows = {"ctx": ["one two"], "endings": [["a", "b", "c", "d"]], "label": ["2"]}
-    files = {}
-    for split in ("train", "validation", "test"):
-        file = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.table(rows), file)
-        files[f"data/{split}-00000-of-00001.parquet"] = file.getvalue()
-    standin.put("datasets/Rowan/hellaswag", files)
-    monkeypatch.setattr(retry, "sleep", lambda _: None)
-    standin.fail("GET .*validation", times=2, status=500)
-    expected = [Example("one two", ["a", "b", "c", "d"], 2, "build-nanogpt")]
-    assert load_examples("hellaswag") == expected
-    assert not standin.sent("GET .*(train|test)-")
-    standin.log.clear()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert load_examples("hellaswag") == expected
-    assert not standin.log
+# ---------------------------------------------------------------------------------------------------------------------
+# the command, and a run
 
 
 @pytest.fixture
-def command(model, tmp_path, capsys):
-    """Run the command on a checkpoint in tmp_path; return its standard output and error."""
-    (tmp_path / "hs.jsonl").write_text("".join(json.dumps(row_of(example)) + "\n" for example in examples()))
+def folder(model, tmp_path, monkeypatch):
+    """A folder with hs.jsonl, a bundle and a checkpoint."""
+    rows = [{"ctx": row.answers[0][0], "endings": [text for _, text in row.answers], "label": row.label}
+            for row in hellaswag().rows]  # fmt: skip
+    (tmp_path / "hs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_bundle(tmp_path / "bundle", rows=12)
     checkpoint = weights_content(model.state_dict(), model.config, step=7)
     for name in ("latest.pt", "latest_backup.pt"):
         torch.save(checkpoint, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    def run(*argv: str) -> tuple[str, str]:
-        options = ["--checkpoint_dir", str(tmp_path), "--task", f"hellaswag={tmp_path / 'hs.jsonl'}", "--device", "cpu"]
-        assert hellaswag_eval.main([*options, "--precision", "fp32", *argv]) == 0
-        return capsys.readouterr()
 
-    return run
+def command(capsys, *argv: str) -> str:
+    """Run the command; return its standard output."""
+    assert hellaswag_eval.main(["--checkpoint_dir", ".", "--device", "cpu", "--precision", "fp32", *argv]) == 0
+    out, err = capsys.readouterr()
+    assert "warning" not in err
+    return out
 
 
 @pytest.mark.parametrize(("argv", "count"), [([], 24), (["latest"], 24), (["--limit", "5"], 5)])
-def test_the_command_scores_a_checkpoint(command, model, argv, count):
-    acc, acc_norm = (plain_score(model, examples()[:count], by) for by in ("sum", "mean"))
-    out, err = command(*argv)
+def test_the_command_scores_a_checkpoint_on_hellaswag(folder, capsys, model, argv, count):
+    acc, acc_norm = (np.mean(right[:count]) for right in plain_right(model, questions_of(hellaswag())))
+    out = command(capsys, "--hellaswag_file", "hs.jsonl", *argv)
     assert out.endswith(f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({count} examples)\n")
-    assert "warning" not in err
+
+
+def test_core_is_the_mean_of_accuracies_centred_on_chance(folder, capsys, model):
+    tasks, centred = load_core("bundle"), []
+    first, title, *lines = command(capsys, "--tasks", "core", "--core_dir", "bundle").splitlines()
+    assert title.split() == ["task", "accuracy", "chance", "centred", "examples", "cut"]
+    for line, task in zip(lines, tasks, strict=True):
+        questions = questions_of(task)
+        accuracy = np.mean(plain_right(model, questions)[1])
+        centred.append((accuracy - task.chance) / (1 - task.chance))
+        numbers = [f"{number:.4f}" for number in (accuracy, task.chance, centred[-1])]
+        assert line.split() == [task.label, *numbers, "12", str(sum(question.is_cut for question in questions))]
+    assert f"latest.pt at step 7: CORE {np.mean(centred):.4f}, the mean of 22 tasks (264 examples, " in first
+
+
+def test_a_run_scores_core_and_keeps_the_figures(workdir, capsys):
+    write_bundle(workdir / "bundle", rows=12)
+    core = ("--core_freq", "4", "--core_dir", "bundle", "--core_examples", "11")
+    assert run_here(*core, "--use_tensorboard", "--run_name", "tiny") == 0
+    out = capsys.readouterr().out
+    assert out.count("of them cut to the context of the model)") == 2
+    stored = json.loads((workdir / "checkpoints/evaluations.json").read_text())
+    for name in ("core", "core/piqa", "core/winograd"):
+        assert metrics("logs", name) == {step: stored[str(step)][name] for step in (4, 8)}
+        assert f"eval/{name}" in scalars("runs/tiny")
+    assert f"CORE {stored['8']['core']:.4f}, the mean of 22 tasks (242 examples, " in out
+    assert run_here("--list_checkpoints") == 0
+    table = capsys.readouterr().out.splitlines()
+    assert "CORE" in table[0] and f" {stored['8']['core']:.4f} " in table[1]
+    assert run_here("--eval_only", *core) == 0
+    assert f"step 8/8 | CORE {stored['8']['core']:.4f}, " in capsys.readouterr().out
+
+
+def test_ranks_tokenize_a_part_each(tmp_path):
+    write_bundle(tmp_path, rows=12)
+    tasks, parts = load_core(str(tmp_path))[:2], []
+
+    @dataclass(frozen=True)
+    class Rank(Ranks):
+        def on_each(self, compute):
+            return compute()
+
+        def gather(self, value):
+            parts.append(value)
+            return [*parts, *[value] * (self.world_size - len(parts))]
+
+    *_, last = [Suite.of("core", tasks, BYTES, 160, Rank(CPU.device, rank=n, world_size=3)) for n in range(3)]
+    for one, other in zip(last.questions, Suite.of("core", tasks, BYTES, 160, CPU).questions, strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(one.answers, other.answers, strict=True))
+    assert [*map(len, parts)] == [8, 8, 8]

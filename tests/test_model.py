@@ -130,7 +130,9 @@ def test_loss_reductions_ignore_ignored_targets():
     assert losses.shape == (3, 12)
     assert torch.allclose(losses[counts], expected, atol=1e-5)
     assert not losses[~counts].any()
-    assert torch.allclose(model(tokens, targets, reduction="scored"), expected, atol=1e-5)
+    others = logits[counts].scatter(1, targets[counts][:, None], -torch.inf).amax(1)
+    margins = logits[counts].gather(1, targets[counts][:, None])[:, 0] - others
+    assert torch.allclose(model(tokens, targets, reduction="scored"), torch.stack([expected, margins], 1), atol=1e-5)
     assert torch.allclose(model(tokens, targets), expected.mean(), atol=1e-5)
 
 

@@ -150,7 +150,7 @@ def test_init_from_takes_only_the_weights(workdir):
 
 def test_hellaswag_runs_during_training(workdir):
     write_examples(workdir)
-    flags = ("--eval_freq", "8", "--hellaswag_freq", "4", "--eval_tasks", "hellaswag=hs.jsonl")
+    flags = ("--eval_freq", "8", "--hellaswag_freq", "4", "--hellaswag_file", "hs.jsonl")
     assert run_here(*flags, *folders("a")) == 0
     assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)
     names = ("hellaswag_acc", "hellaswag_acc_norm")

@@ -20,6 +20,7 @@ from steadygpt.checkpoint.files import DECIDED, LATEST, Start, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
+from steadygpt.data.tasks import load_core
 from steadygpt.data.tokenizer import load_tokenizer
 from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
@@ -35,6 +36,7 @@ from steadygpt.run.starts import epochs_of_sources, mixture_text, new_start, pha
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = "NVIDIA H100 80GB HBM3"
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
+CHARACTERS_PER_TOKEN = 4  # of English, about
 TOKENS_PER_PARAMETER = 20
 MUCH = 0.1  # share of the training time
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
@@ -307,7 +309,12 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     config, price, asked = plan.config, plan.config.gpu_hour_cost, plan.history.config.precision
     row, steps, precision = plan.history.rows_consumed, config.max_steps - plan.history.step, config.precision
     count, gpu = plan.ranks.world_size, device_name(plan.ranks.device)
-    kinds = (config.eval_freq, plan.val_rows() * config.context_length), (config.hellaswag_freq, HELLASWAG_TOKENS)
+    tasks = load_core(config.core_dir, config.core_examples or None) if config.core_freq else []
+    kinds = [
+        (config.eval_freq, plan.val_rows() * config.context_length),
+        (config.hellaswag_freq, HELLASWAG_TOKENS),
+        (config.core_freq, sum(task.num_characters for task in tasks) // CHARACTERS_PER_TOKEN),
+    ]
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
     trained = (config.row_after(steps, row) - row) * config.context_length
     in_training, in_evaluation = work_per_token(config, plan.sketch)

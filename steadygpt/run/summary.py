@@ -34,6 +34,8 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
         lines["loss"] += f", validation {state.val_loss:.4f}{bits}"
         of_sets = [(name, loss) for name, loss in scores.items() if name.startswith("val_loss/") and loss is not None]
         lines["validation"] = ", ".join(f"{name.removeprefix('val_loss/')} {loss:.4f}" for name, loss in of_sets)
+    if core := [scores["core"] for scores in writer.evaluations.values() if "core" in scores]:
+        lines["CORE"] = f"{core[-1]:.4f}"
     if (best := state.best_val_loss) is not None:
         steps = [f" at step {at:,}" for at, scores in writer.evaluations.items() if scores.get("val_loss") == best]
         lines["loss"] += f", best {best:.4f}{''.join(steps[:1])}"

@@ -22,6 +22,7 @@ from conftest import REPO, TINY, run_here, weights_content, write_data
 from rich.console import Console
 
 import prepare_dataset
+from benchmarks.core_speed import write_bundle
 from convert_hf import write_folder
 from model import GPT, GPTConfig
 from optim import state_shapes
@@ -33,7 +34,7 @@ from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.data.shards import ShardSet, open_shard
-from steadygpt.data.tasks import load_examples
+from steadygpt.data.tasks import load_core, load_hellaswag
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.log.metrics import owner, read_records, read_status
@@ -194,7 +195,8 @@ def files(tmp_path_factory):
         Path("parts/model.safetensors").rename("parts/one.safetensors")
         index = {"metadata": {"total_size": 9}, "weight_map": {"transformer.wte.weight": "one.safetensors"}}
         Path("parts/model.safetensors.index.json").write_text(json.dumps(index))
-        row = {"ctx": "A man", "activity_label": "Sitting", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
+        write_bundle(Path("bundle"), rows=11)
+        row = {"ctx": "A man", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
         Path("rows.jsonl").write_text(json.dumps(row))
         Path("tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
     return folder
@@ -263,9 +265,9 @@ READERS = {
     ),
     "mirror/index.json": Reader(of_json, lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))]),
     "prepared/manifest.json": Reader(of_json, see_prepared),
-    "rows.jsonl": Reader(
-        of_json, lambda: [load_examples("hellaswag", "rows.jsonl", style) for style in ("build-nanogpt", "lm_eval")]
-    ),
+    "rows.jsonl": Reader(of_json, lambda: load_hellaswag("rows.jsonl")),
+    "bundle/core.yaml": Reader(mutate, lambda: load_core("bundle"), accepts=True),
+    "bundle/eval_meta_data.csv": Reader(mutate, lambda: load_core("bundle"), accepts=True),
     "tokenizer.json": Reader(of_json, lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words")),
     "hf/config.json": Reader(of_json, lambda: read_weights("hf")),
     "parts/model.safetensors.index.json": Reader(of_json, lambda: read_weights("parts")),
@@ -324,7 +326,7 @@ COMMANDS = {
     "run": ("checkpoints/run.json", b"[]", ["train.py", *TINY, "--data_dir", "data", "--resume"]),
     "index": ("mirror/index.json", b'{"run": 1}', ["scripts/upload_manager.py", "list", "--mirror", "mirror"]),
     "manifest": ("prepared/manifest.json", b"[" * 100_000, ["look.py", "prepared"]),
-    "task": ("rows.jsonl", b"{}", ["hellaswag_eval.py", "--task", "hellaswag=rows.jsonl"]),
+    "task": ("rows.jsonl", b"{}", ["hellaswag_eval.py", "--hellaswag_file", "rows.jsonl"]),
     "config": ("hf/config.json", b'{"model_type": []}', ["convert_hf.py", "hf", "out.pt"]),
     "preset": ("made.toml", b"max_lr = [1]", ["train.py", "--config", "made.toml"]),
     "checkpoint": ("checkpoints/latest.pt", b"PK\x03\x04", ["generate.py", "checkpoints/latest.pt"]),

@@ -16,7 +16,7 @@ from injected import pause, pause_before_training, raise_in_step
 
 FLAGS = (
     "--total_batch_size 128 --max_steps 14 --checkpoint_freq 6 --eval_freq 6 --hellaswag_freq 6 --dropout 0.1 "
-    "--eval_tasks hellaswag=hs.jsonl"
+    "--hellaswag_file hs.jsonl"
 ).split()
 # When the signal comes -> the first and the last step after which one rank may stop. Training continues during a save.
 # Two ranks agree one micro-step later, of which a step has two.

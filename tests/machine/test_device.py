@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO
 from torch.nn.attention import SDPBackend
 
 from generate import generate
-from hellaswag_eval import Tree, ending_losses
+from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
@@ -172,10 +173,10 @@ def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monk
 
 def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeypatch):
     model = GPT(GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16))
-    tree, allowed = Tree([1, 2], [[3]] * 4, [1] * 4, 0, 0), []
+    question, allowed = Question([np.array([1, 2, n]) for n in range(4)], [1] * 4, 0), []
     model.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
     generate(model, torch.tensor([[1, 2]]), max_tokens=2)
-    ending_losses(model, [tree], Ranks(torch.device("cpu")))
+    score(model, [question], Ranks(torch.device("cpu")))
     assert allowed == [False] * 3
     model(torch.tensor([[1, 2]]))
     assert allowed[-1]  # training uses it

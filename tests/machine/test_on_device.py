@@ -192,17 +192,21 @@ def test_model_generates_the_text_that_fp64_generates_on_the_cpu(device, family)
 
 def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
     random = np.random.default_rng(0)
-    trees = []
-    for example in range(12):
-        endings = [random.integers(0, 257, random.integers(3, 8)).tolist() for _ in range(4)]
-        trees.append(scores.Tree(random.integers(0, 257, 8).tolist(), endings, [5, 6, 7, 8], example, 0))
+    questions = []
+    for _ in range(12):
+        context, lengths = random.integers(0, 257, 8), random.integers(3, 8, 4).tolist()
+        answers = [np.append(context, random.integers(0, 257, length)) for length in lengths]
+        questions.append(scores.Question(answers, lengths, 0))
+        questions.append(scores.Question(answers[:1], lengths[:1], None))
     cpu = torch.device("cpu")
-    expected = scores.ending_losses(build(cpu).double(), trees, Ranks(cpu))
+    expected = scores.score(build(cpu).double(), questions, Ranks(cpu))
     model = build(device)
-    assert np.abs(scores.ending_losses(model, trees, Ranks(device)) - expected).max() < 1e-3
+    found = scores.score(model, questions, Ranks(device))
+    assert np.abs(found - expected).max() < 1e-3
     with autocast(device, "bf16"):
-        found = scores.ending_losses(model, trees, Ranks(device))
-    assert (found.argmin(1) == expected.argmin(1)).all()  # close calls are scored again in fp32
+        found = scores.score(model, questions, Ranks(device))
+    same = scores.right_answers(questions, found) == scores.right_answers(questions, expected)
+    assert same.all()  # close calls are scored again in fp32
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from conftest import built, in_ranks, write_data
 from torch import nn
 
 import train
-from hellaswag_eval import Tree, ending_losses
+from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from optim import update_unless
 from steadygpt.base.options import RankError
@@ -166,10 +167,10 @@ def blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32(ranks: Rank
 
 
 def close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16(ranks: Ranks) -> None:
-    trees = [Tree([1, 2, 3], [[4, 5]] * 4, [1] * 4, example, 0) for example in range(3)]  # four equal endings
+    close = Question([np.array([1, 2, 3, n]) for n in (4, 5)], [1, 1], 0)  # new weights prefer neither
     with torch.autocast("cpu", torch.bfloat16):
-        found = ending_losses(sharded(ranks, 2, "bf16"), trees, ranks)
-    assert abs(found - ending_losses(whole(), trees, ranks)).max() < 1e-2
+        found = score(sharded(ranks, 2, "bf16"), [close] * 3, ranks)
+    assert abs(found - score(whole(), [close] * 3, ranks)).max() < 1e-2
 
 
 def sharded_updates_are_skipped_on_the_device(ranks: Ranks) -> None:
