@@ -271,8 +271,8 @@ def load_suites(
     suites, how = list[tuple[int, Suite]](), (tokenizer, config.context_length, ranks)
     if config.hellaswag_freq:
         try:
-            task = ranks.from_main(partial(load_hellaswag, config.hellaswag_file))
-            suites.append((config.hellaswag_freq, Suite.of(HELLASWAG, [task], *how)))
+            tasks = ranks.from_main(partial(load_hellaswag, config.hellaswag_file))
+            suites.append((config.hellaswag_freq, Suite.of(HELLASWAG, tasks, *how)))
         except UserError as error:
             warn(f"no HellaSwag in this run: {error}")
     if config.core_freq:
@@ -295,15 +295,15 @@ class EvaluationOptions(CheckpointOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(EvaluationOptions, argv, "Evaluate a checkpoint on HellaSwag or CORE.")
-    if options.tasks == CORE:
-        tasks = load_core(options.core_dir, options.limit)
-    else:
-        tasks = [load_hellaswag(options.hellaswag_file, options.limit)]
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
         sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
         precision, _ = ranks.broadcast(choose_precision(options.precision, ranks.device, *sizes))
+        load, place = (
+            (load_core, options.core_dir) if options.tasks == CORE else (load_hellaswag, options.hellaswag_file)
+        )
+        tasks = ranks.from_main(partial(load, place, options.limit))
         suite = Suite.of(options.tasks, tasks, tokenizer, model.config.context_length, ranks)
         with autocast(ranks.device, precision):
             _, text = suite.scored(model, ranks, progress=ranks.is_main)

@@ -275,7 +275,9 @@ MUTATIONS = [
         "test_generate",
     ),
     Mutation("generate.py", "fits = idx.size(1) <= context", "fits = True", "test_generate"),
-    Mutation("hellaswag_eval.py", "(losses, losses / lengths)", "(losses, losses * lengths)", "test_hellaswag_eval"),
+    Mutation("hellaswag_eval.py", "sums / np.maximum", "sums * np.maximum", "test_hellaswag_eval"),
+    Mutation("hellaswag_eval.py", "ids[::-1] for ids in answers", "ids for ids in answers", "test_hellaswag_eval"),
+    Mutation("steadygpt/data/tasks.py", "n + (n >= number)", "n", "data/test_tasks"),
     # Preparing.
     Mutation("prepare_dataset.py", "clean = repair(text)", "clean = text", "test_prepare_dataset"),
     Mutation("steadygpt/data/remote.py", "sha256_of(part) == self.sha256", "True", "data/test_hub"),

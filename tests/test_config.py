@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 import generate
+import hellaswag_eval
 import model
 import prepare_dataset
 from model import GPT
@@ -107,7 +108,8 @@ def test_every_switch_can_be_turned_off_in_every_spelling(name):
 
 
 def test_suggested_options_exist():
-    commands = {kind.__name__: kind for kind in (TrainConfig, prepare_dataset.PrepareOptions, generate.GenerateOptions)}
+    of_commands = prepare_dataset.PrepareOptions, generate.GenerateOptions, hellaswag_eval.EvaluationOptions
+    commands = {kind.__name__: kind for kind in (TrainConfig, *of_commands)}
     options = {command: {f.name for f in dataclasses.fields(kind)} for command, kind in commands.items()}
     elsewhere = tomllib.loads(ELSEWHERE.read_text())
     assert elsewhere.keys() == commands.keys()

@@ -31,7 +31,7 @@ PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 OPTIONS = {
     "convert_hf.py": convert_hf.ConvertOptions,
     "generate.py": generate.GenerateOptions,
-    "hellaswag_eval.py": hellaswag_eval.HellaSwagOptions,
+    "hellaswag_eval.py": hellaswag_eval.EvaluationOptions,
     "look.py": look.LookOptions,
     "monitor_training.sh": monitor_training.MonitorOptions,
     "prepare_dataset.py": prepare_dataset.PrepareOptions,

@@ -44,7 +44,8 @@ EVALUATIONS = "evaluations.json"
 FOREIGN = "see convert_hf.py for files of other programs"
 ADVICE = f"take another checkpoint, or the version of SteadyGPT that wrote it; {FOREIGN}"
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
-Evaluations = dict[int, dict[str, float | None]]  # step -> {"val_loss": ..., "hellaswag_acc": ..., "core": ...}
+Measured = Annotated[float, -100]  # CORE may be below 0
+Evaluations = dict[int, dict[str, Measured | None]]  # step -> {"val_loss": ..., "hellaswag_acc": ..., "core": ...}
 
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")

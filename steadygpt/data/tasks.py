@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 
@@ -74,13 +74,13 @@ class Listing(NamedTuple):
     icl_tasks: list[Listed]
 
 
-def load_hellaswag(file: str = "", limit: int | None = None) -> Task:
-    """Load the first `limit` examples of a .jsonl file with the Hub's columns, or those of the Hub."""
+def load_hellaswag(file: str = "", limit: int | None = None) -> list[Task]:
+    """Load the first `limit` examples of a .jsonl file with the Hub's columns, or those of the Hub, as one task."""
     try:
         lines = _lines(Path(file)) if file else [*enumerate(read_split(HUB, "validation"), start=1)]
     except (UserError, OSError) as error:
         raise UserError(f"{error}; --hellaswag_file FILE names a file with the examples") from error
-    return Task(HELLASWAG, HELLASWAG, _read_rows(HELLASWAG, file or HUB, lines[:limit]))
+    return [Task(HELLASWAG, HELLASWAG, _read_rows(HELLASWAG, file or HUB, lines[:limit]))]
 
 
 def load_core(folder: str, limit: int | None = None) -> list[Task]:
@@ -94,9 +94,9 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
     baselines = {row.get("Eval Task"): row.get("Random baseline") for row in csv.DictReader(_read(about).splitlines())}
     for label, uri, (shots,), kind, delimiter in listing.icl_tasks:
         try:
-            chance = float(baselines.get(label) or "") / 100
-        except ValueError:
-            raise UserError(f"{about}: no Random baseline of the Eval Task {label}; expected a number") from None
+            chance = typed(float(baselines.get(label) or "") / 100, Annotated[float, 0, 0.99], about, "")
+        except (ValueError, UserError):
+            raise UserError(f"{about}: no Random baseline of {label} from 0 to 99 percent; expected one") from None
         if kind not in KINDS:
             raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(KINDS)}")
         file = Path(folder, "eval_data", uri)

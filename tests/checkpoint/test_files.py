@@ -68,10 +68,10 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt", val_loss=3.0)
     os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
-    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"hellaswag_acc": 0.25}}
+    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"core": -0.25}}
     (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
     head, *lines, last = checkpoint_table(tmp_path)
-    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "size", "age", "state"]
+    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "CORE", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == [
         "latest.pt", "epoch_00004.pt", "best_model.pt", "latest_backup.pt",
@@ -116,7 +116,7 @@ def test_table_names_a_number_that_cannot_be(tmp_path, loss):
 
 
 @pytest.mark.parametrize(("text", "problem"), [
-    ('{"10": {"val_loss": -1e308}}', "['10']['val_loss'] is -1e+308; expected 0 or more"),
+    ('{"10": {"val_loss": -1e308}}', "['10']['val_loss'] is -1e+308; expected -100 or more"),
     ('{"ten": {}}', "a key of the content is 'ten'; expected an integer"),
     pytest.param("[" * 99_999, "not JSON (", id="deep"),
 ])  # fmt: skip

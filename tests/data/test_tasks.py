@@ -97,8 +97,10 @@ def test_a_broken_row_of_a_bundle_is_named(bundle, kind, row, message):
     ("core.yaml", "- {", "- }", r"core\.yaml: not YAML"),
     ("core.yaml", "icl_task_type: schema", "icl_task_type: chat", "winograd is of the kind 'chat'; expected one of"),
     ("core.yaml", "schema/", "nowhere/", r"winograd\.jsonl: cannot be read"),
-    ("eval_meta_data.csv", "piqa,50", "piqa,half", "no Random baseline of the Eval Task piqa; expected a number"),
-    ("eval_meta_data.csv", "winograd,", "wino,", "no Random baseline of the Eval Task winograd"),
+    ("eval_meta_data.csv", "piqa,50", "piqa,half", "no Random baseline of piqa from 0 to 99 percent; expected one"),
+    ("eval_meta_data.csv", "winograd,", "wino,", "no Random baseline of winograd"),
+    ("eval_meta_data.csv", "piqa,50", "piqa,100", "no Random baseline of piqa from"),
+    ("eval_meta_data.csv", "piqa,50", "piqa,NaN", "no Random baseline of piqa from"),
 ])  # fmt: skip
 def test_a_broken_bundle_is_explained(bundle, file, old, new, message):
     path = bundle / file
@@ -123,7 +125,7 @@ def test_a_malformed_row_is_reported_with_its_line(tmp_path, wrong, expected):
     path.write_text(f"{json.dumps(EXAMPLE)}\n{wrong if isinstance(wrong, str) else json.dumps(EXAMPLE | wrong)}\n")
     with pytest.raises(UserError, match=rf"rows\.jsonl:2: .*{expected}"):
         load_hellaswag(str(path))
-    assert load_hellaswag(str(path), limit=1).rows == [Row(ANSWERS, 1)]
+    assert load_hellaswag(str(path), limit=1)[0].rows == [Row(ANSWERS, 1)]
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -140,8 +142,8 @@ def test_an_unreadable_file_is_reported(tmp_path, content, message):
 def test_only_a_newline_ends_a_line_and_a_byte_order_mark_is_skipped(tmp_path, character):
     row = EXAMPLE | {"ctx": f"one{character}line"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8-sig")
-    [found] = load_hellaswag(str(tmp_path / "rows.jsonl")).rows
-    assert found == Row([(row["ctx"], ending) for ending in row["endings"]], 1)
+    [task] = load_hellaswag(str(tmp_path / "rows.jsonl"))
+    assert task.rows[0] == Row([(row["ctx"], ending) for ending in row["endings"]], 1)
 
 
 def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
@@ -154,7 +156,7 @@ def test_only_the_validation_split_comes_from_the_hub(standin, monkeypatch):
     standin.put("datasets/Rowan/hellaswag", files)
     monkeypatch.setattr(retry, "sleep", lambda _: None)
     standin.fail("GET .*validation", times=2, status=500)
-    expected = Task("hellaswag", "hellaswag", [Row(ANSWERS, 1)])
+    expected = [Task("hellaswag", "hellaswag", [Row(ANSWERS, 1)])]
     assert load_hellaswag() == expected
     assert not standin.sent("GET .*(train|test)-")
     standin.log.clear()

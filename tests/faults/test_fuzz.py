@@ -267,7 +267,7 @@ READERS = {
     "prepared/manifest.json": Reader(of_json, see_prepared),
     "rows.jsonl": Reader(of_json, lambda: load_hellaswag("rows.jsonl")),
     "bundle/core.yaml": Reader(mutate, lambda: load_core("bundle"), accepts=True),
-    "bundle/eval_meta_data.csv": Reader(mutate, lambda: load_core("bundle"), accepts=True),
+    "bundle/eval_meta_data.csv": Reader(mutate, lambda: load_core("bundle")),
     "tokenizer.json": Reader(of_json, lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words")),
     "hf/config.json": Reader(of_json, lambda: read_weights("hf")),
     "parts/model.safetensors.index.json": Reader(of_json, lambda: read_weights("parts")),

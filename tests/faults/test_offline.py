@@ -56,7 +56,7 @@ def test_training_continues_without_hellaswag(failing_network, ranks):
     assert text.count("warning: ") == 1  # not at each step
     assert text.count("sample:") == 2
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: no answer (" in text
-    assert "or read it from a file: hellaswag=FILE" in text
+    assert "--hellaswag_file FILE names a file with the examples" in text
     assert "finished after 8 steps" in text
 
 
