@@ -17,7 +17,7 @@ from steadygpt.data.shards import write_shard
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.ranks import Ranks
 
-TEXTS = ["The sky above the port", "was of television, tuned to a dead channel: \u00e9, \u4f60\u597d.", "end"] * 9
+TEXTS = ["The sky above the port", "was the colour of television, tuned to a dead channel: é, 你好.", "end"] * 9
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import convert_hf
+import train
 from convert_hf import write_folder
 from dataloader import RowStream
 from model import GPT, GPTConfig
@@ -394,8 +395,6 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     shape = {"context_length": 24, "num_layers": 1}
     model = reference_model("gpt2 untied, exact GELU, narrow MLP", **TINY_SHAPE | shape)
     model.save_pretrained("model")
-    import train
-
     shape_flags = {"--num_layers", "--num_heads", "--embd_size"}
     flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
     fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]

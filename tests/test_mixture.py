@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from dataloader import BatchLoader, Mixture, RowStream
+from dataloader import Mixture, RowStream
 from steadygpt.base import durable
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig, parse_args
@@ -121,22 +121,6 @@ def test_neither_the_place_in_the_list_nor_the_name_matters():
     first = order_of(TrainConfig(mix="data/web:7,data/code:2"))
     assert order_of(TrainConfig(mix="two=data/code:4,one=data/web:14")) == first
     assert order_of(TrainConfig(mix="data/web:7,data/code:3")) != first
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_has_the_same_rows_on_any_number_of_ranks(world_size):
-    def steps_of(world_size: int) -> list[list[int]]:
-        mixture = mixture_of({"0": 3000, "1": 1096}, first_row=64)
-        of_steps = [range(row, row + 8) for row in range(64, 64 + 21 * 8, 8)]
-        loaders = [
-            BatchLoader(mixture, of_steps, 8 // world_size, "cpu", rank, world_size) for rank in range(world_size)
-        ]
-        steps = [sorted(i for loader in loaders for i in loader.next()[0][:, 0].tolist()) for _ in range(20)]
-        for loader in loaders:
-            loader.close()
-        return steps
-
-    assert steps_of(world_size) == steps_of(1)
 
 
 def test_the_order_never_changes():

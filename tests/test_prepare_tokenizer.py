@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import load, reference_model, run_here
+from conftest import load, metrics, reference_model, run_here
 from prepared import files_of, ids_of, prepare, prepare_stopped, refused, write_rows
 from standin import CARD, CORPUS, parquet
 from test_tokenizer_json import LLAMA3, byte_tokenizer, pattern_tokenizer
@@ -226,16 +226,26 @@ def test_another_tokenizer_of_the_same_name_and_size_is_refused(prepared):
             run_here("--data_dir", "other", "--max_steps", "20", "--warmup_steps", "0", *flags)
 
 
-def test_weights_of_the_hub_are_compared_by_identity_and_lose_the_padding(standin, prepared):
+def test_weights_of_the_hub_are_compared_by_identity_tuned_without_their_padding_and_exported(standin, capsys):
+    transformers = pytest.importorskip("transformers")
+    Path("own.json").write_text(NFC)
     shape = {"context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
-    reference_model("gpt2", vocab_size=1000, **shape).save_pretrained("model")
+    reference_model("qwen3", vocab_size=1000, **shape).save_pretrained("model")
     files = {path.name: path.read_bytes() for path in Path("model").iterdir()}
     standin.put("models/some/gpt", files | {"tokenizer.json": NFC.encode()})
     prepare("docs.jsonl", "same", OWN)
-    assert run_here("--data_dir", "same", "--init_from", "some/gpt", *SHORT) == 0
+    assert (
+        run_here("--data_dir", "same", "--init_from", "some/gpt", "--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
+    )
+    assert "warning" not in capsys.readouterr().err
+    assert len(metrics("logs", "val_bpb")) == 1
     start = load("checkpoints/latest.pt")
     assert start["model_config"]["vocab_size"] == 702
     assert not start["model"]["wte.weight"][702:].any()
+    assert convert_hf.main(["latest", "tuned"]) == 0
+    assert Path("tuned/tokenizer.json").read_text() == NFC
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+    assert (type(tuned).__name__, tuned.config.vocab_size) == ("Qwen3ForCausalLM", 702)
 
     Path("own.json").write_text(PATTERN)
     prepare("docs.jsonl", "different", OWN)

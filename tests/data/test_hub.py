@@ -156,14 +156,11 @@ def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
     assert capsys.readouterr().err == "hf:corpus: some/corpus on the Hugging Face Hub\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no/such", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
-        ("some/corpus@v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
-        ("a b", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("no/such", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
+    ("some/corpus@v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
+    ("a b", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
+])  # fmt: skip
 def test_a_wrong_name_is_one_line_without_a_second_try(name, message, repo, standin, capsys):
     with pytest.raises(UserError, match=f"^{message}"):
         find_repo("dataset", name)
