@@ -57,7 +57,7 @@ def test_a_replay_reads_only_the_checkpoints_that_it_needs(workdir, monkeypatch)
     assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "99", "--max_steps", "12") == 0
     read, seen = files.read_checkpoint, []
     monkeypatch.setattr(files, "read_checkpoint", lambda path: seen.append(path) or read(path))
-    for steps, count in (("3", 3), ("6", 2), ("6:9", 4), ("0", 2)):
+    for steps, count in (("3", 3), ("6:9", 4), ("0", 2)):
         seen.clear()
         replay.main(["--steps", steps])
         assert len(seen) == count, steps

@@ -70,12 +70,6 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     assert next_command == f"next: python train.py --config quickstart {folders}"
 
 
-def test_a_unit_of_more_tokens_than_a_shard_holds_gives_several_shards():
-    write_rows("long.jsonl", ("a" * length for length in (9, 500, 9)))
-    manifest = prepare("long.jsonl", flags="--shard_size 200 --val_tokens 1")
-    assert [shard["tokens"] for shard in manifest["shards"]] == [10, 200, 200, 101, 10]
-
-
 def test_a_large_vocabulary_is_stored_as_uint32():
     write({"large.json": byte_tokenizer({END_OF_TEXT: 69999}, first_id=60000), "a.txt": "abc"})
     manifest = prepare("a.txt", flags="--val_tokens 0 --tokenizer large.json")
