@@ -1,6 +1,5 @@
-"""Bits per byte of a validation."""
+"""Bits per byte of a validation. test_mixture.py tests where a run records them."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import built, metrics, run_here, scalars
+from conftest import built
 from torch.nn import functional as F
 
 import train
@@ -84,16 +83,6 @@ def test_a_part_of_the_split_is_spread_over_it():
     expected = losses[[0, 6, 12, 18, 24]].mean().item()
     assert expected != pytest.approx(losses[:5].mean().item(), rel=0.005)
     assert train.validate(run, val_of(run))["val_loss"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_run_records_them_beside_the_validation_loss(workdir):
-    assert run_here("--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
-    bits = metrics("logs", "val_bpb")
-    assert list(bits) == [4, 8]
-    stored = json.loads(Path("checkpoints/evaluations.json").read_text())
-    assert {int(step): scores["val_bpb"] for step, scores in stored.items()} == bits
-    assert scalars("runs/tiny")["eval/val_bpb"] == pytest.approx(bits)
-    assert f", {bits[8]:.4f} bits per byte\n" in Path("logs/log.txt").read_text()
 
 
 def test_of_bytes_they_are_the_loss_in_bits_and_without_bytes_they_are_left_out():

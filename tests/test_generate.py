@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_here, weights_content
+from conftest import weights_content
 from test_files import damage
 from test_model import both_families, ids, small
 
@@ -18,7 +18,6 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.convert.weights import load_model
 from steadygpt.data.tokenizer import get_tokenizer
-from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import evaluating
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,10 +194,3 @@ def test_every_kind_of_checkpoint_can_be_used_and_a_corrupt_one_is_skipped_with_
     assert texts("best") == texts(str(folder / "rolling_step_000003.pt")) == texts(str(folder)) == one
     damage(folder / "latest.pt", "truncated")
     assert texts("latest", warning=r"warning: skipped .*latest\.pt: corrupt .*\n") == one
-
-
-def test_samples_of_training_differ_from_step_to_step_though_the_weights_do_not(workdir, monkeypatch):
-    texts = {}
-    monkeypatch.setattr(RunLog, "text", lambda log, step, text: texts.update({step: text}))
-    assert run_here("--max_lr", "0", "--min_lr", "0", "--sample_freq", "4") == 0
-    assert texts.keys() == {4, 8} and texts[4] != texts[8]

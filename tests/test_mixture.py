@@ -293,11 +293,11 @@ def test_epochs_and_validation_sets_are_shown_by_name_and_the_first_set_decides(
     stored = json.loads(Path("checkpoints/evaluations.json").read_text())["8"]
     web, code = stored["val_loss/web"], stored["val_loss/code"]
     assert stored["val_loss"] == web != code
-    assert stored["val_bpb"] == stored["val_bpb/web"]
+    assert stored["val_bpb"] == stored["val_bpb/web"] == metrics("logs", "val_bpb")[8]
     assert points["eval/val_loss"] == points["eval/val_loss/web"] == pytest.approx(metrics("logs", "val_loss/web"))
     assert points["eval/val_bpb/code"] == pytest.approx(metrics("logs", "val_bpb/code"))
     shown = capsys.readouterr().out
-    assert f"web: val loss {web:.4f}" in shown and f" | code: val loss {code:.4f}" in shown
+    assert f"web: val loss {web:.4f}, {stored['val_bpb']:.4f} bits per byte | code: val loss {code:.4f}" in shown
     assert f"\nvalidation   web {web:.4f}, code {code:.4f}\n" in shown
     assert "\nvalidation   384 tokens every 4 steps: about " in shown
 

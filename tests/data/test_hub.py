@@ -123,7 +123,7 @@ def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
     assert not retries(capsys)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8), seed=st.integers())
 def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, seed):
     with pytest.MonkeyPatch.context() as patch:
