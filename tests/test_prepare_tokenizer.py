@@ -92,7 +92,7 @@ def test_ctrl_c_ends_the_training_at_once(monkeypatch):
     """The library ignores signals, so a process of its own trains and is ended."""
     words, statuses, join = random.Random(0), [], SpawnProcess.join
     Path("long.txt").write_text(" ".join(words.randbytes(words.randint(3, 12)).hex() for _ in range(100_000)))
-    monkeypatch.setattr(SpawnProcess, "join", lambda process: (join(process), statuses.append(process.exitcode)))
+    monkeypatch.setattr(SpawnProcess, "join", lambda process: (join(process, 30), statuses.append(process.exitcode)))
     monkeypatch.setattr(train_tokenizer, "say", lambda line: signal.setitimer(signal.ITIMER_REAL, 0.1))
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
