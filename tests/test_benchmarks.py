@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-import math
 import re
 import shlex
 import subprocess
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from benchmarks import gpu_suite, tokens_to_loss
+from benchmarks import gpu_suite
 from benchmarks.compare import pairs_of_equal_precision, report
 from benchmarks.gpu_suite import Row
-from benchmarks.tokens_to_loss import SCALES, SEEDS, Run, Study, markdown, spread
 from steadygpt.config import parse_args
 
 
@@ -163,79 +161,3 @@ def test_the_rows_of_tests_find_tests_in_each_file(row):
     done = subprocess.run(collect, cwd=REPO, capture_output=True, text=True, check=True)
     for path in words:
         assert not path.startswith("tests/") or f"\n{path}::" in f"\n{done.stdout}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokens_to_loss: which runs it makes, its table
-
-BEST = {"gpt2": ("max_lr", 2e-3), "nanogpt": ("learning_rate", 4e-3), "nanochat": ("factor", 8)}
-
-
-@pytest.fixture
-def study(tmp_path) -> Study:
-    """The smallest scale: 20 steps for the references."""
-    return Study("tiny", tmp_path, {"nanogpt": tmp_path, "nanochat": tmp_path})
-
-
-def finish(study: Study, run: Run, losses: dict[int, float | None]) -> None:
-    """Leave what a finished run leaves."""
-    study.folder(run).mkdir(parents=True, exist_ok=True)
-    found = {step: {"val_loss": loss} for step, loss in losses.items()}
-    (study.folder(run) / "evaluations.json").write_text(json.dumps(found))
-
-
-def finish_sweep(study: Study) -> None:
-    """Leave the sweep of the references, with 2.0 for the BEST setting and 2.5 for the others."""
-    for run in study.sweep():
-        if run.side in BEST:
-            finish(study, run, {run.steps: 2.0 if run.changes == (BEST[run.side],) else 2.5})
-
-
-@pytest.mark.parametrize(
-    ("losses", "best"), [([2.5, 2.0, 2.5], 1), ([None, None, 2.5, 2.0, math.inf], 3), ([2.5, 2.0], None), ([], None)]
-)
-def test_the_best_setting_of_a_sweep_is_known_once_the_next_ones_are_worse(study, losses, best):
-    runs = [run for run in study.sweep() if run.side == "gpt2"]
-    for run, loss in zip(runs, losses, strict=False):
-        if loss is not None:
-            finish(study, run, {run.steps: loss if loss < math.inf else None})
-    assert study.tuned("gpt2") == (None if best is None else runs[best].changes)
-
-
-def finish_finals(study: Study) -> None:
-    """Leave what all sides leave: GPT-2 ends at 2.0, which two seeds of the recipe reach in 5.7 steps, one in 4."""
-    finish_sweep(study)
-    for run in study.finals():
-        number = SEEDS.index(run.seed)
-        if run.side == "gpt2":
-            assert run.changes == (BEST["gpt2"],)
-            finish(study, run, {10: 2.6, 20: 1.9 + number / 10})
-        elif run.side == "modern":
-            finish(study, run, {run.steps // 2: 2.5, run.steps: 2.2 - run.steps / 20 + (number < 2) / 20})
-    study.time_file.write_text(json.dumps({"gpt2": [0.1] * 3, "modern": [0.1, 0.15, 0.2]}))
-
-
-def test_the_recipe_beside_the_references(study):
-    assert {run.side for run in study.finals()} == {"modern"}
-    assert study.tuned("nanochat") is None
-    finish_finals(study)
-    report = markdown(study)
-    reached = "0.26 (0.20 to 0.29) | 0.39 (0.30 to 0.43) |"
-    assert f"| GPT-2 max_lr 0.002, 20 steps, seeds: 3 | 2.000 (1.900 to 2.100) | {reached}" in report
-    # 2.42 lies 3/10 of the way from step 10 to step 20. The recipe's run of 20 steps reaches it after 10.6.
-    assert "| GPT-2 max_lr 0.002, 13 of 20 steps, seeds: 3 | 2.420 (2.390 to 2.450) | 0.82 (0.82 to 0.82) |" in report
-    assert "| nanoGPT learning_rate 0.004, 20 steps, seeds: 1 | 2.000 | 0.26 (0.20 to 0.29) | not measured |" in report
-    assert "| the recipe, 6 steps, seeds: 3 | 1.933 (1.900 to 1.950) |  |  |" in report
-    assert "| the recipe | median 0.15 s (0.1 to 0.2) | 1.50 (1.00 to 2.00) |" in report
-    assert spread([0.2, math.inf, 0.3]) == "not reached by 1 of 3 seeds"
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_train_py_knows_the_options_of_every_run(scale, tmp_path):
-    """The name of a run's folder needs them, those of the preset included."""
-    study = Study(scale, tmp_path, {"nanogpt": tmp_path, "nanochat": tmp_path}, ((("qk_norm", "off"),),))
-    finish_sweep(study)
-    runs = study.sweep() + study.pieces() + study.finals()
-    assert {run.side for run in runs} == set(tokens_to_loss.SIDES)
-    shared = 3 + 4  # each reference at its best rate; the recipe in the sweep, and with three seeds among the pieces
-    assert len({study.folder(run) for run in runs}) == len(runs) - shared

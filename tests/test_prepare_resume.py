@@ -63,17 +63,25 @@ def sources(standin, tmp_path, monkeypatch) -> None:
     standin.put("datasets/some/lines", {"data/train.jsonl": lines.encode()})
 
 
+def skipped(capsys) -> set[str]:
+    """Return the rows that were named as skipped since the last call."""
+    return {line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped ")}
+
+
 @pytest.mark.parametrize("name", SOURCES)
-def test_an_interruption_after_each_shard_does_not_change_a_byte(name, sources, monkeypatch):
+def test_an_interruption_after_each_shard_does_not_change_a_byte(name, sources, monkeypatch, capsys):
     monkeypatch.setattr(documents, "PIECE_BYTES", 300)
     monkeypatch.setattr(documents, "CUT_WINDOW", 20)
     monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 3000)
+    monkeypatch.setattr(prepare_dataset, "NAMED_SKIPS", 10**6)
     source, flags, shards, count = SOURCES[name]
     manifest = prepare(source, "whole", flags)
+    named = skipped(capsys)
     assert manifest["documents"] == count
     assert not source.startswith("hf:") or ids_of("whole") == ids_expected(HUB_TEXTS[:count])
     assert prepare_interrupted(source, "stopped", flags) >= shards
     assert files_of("stopped") == files_of("whole")
+    assert skipped(capsys) == named
 
 
 @pytest.mark.parametrize(("name", "workers"), [
