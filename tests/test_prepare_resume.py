@@ -24,7 +24,7 @@ HUB = "--shard_size 250000 --val_tokens 90000"
 TRAINED = "--tokenizer bpe:280 --tokenizer_bytes 20000 --shard_size 5000"
 # name -> source, flags, shards at least, documents; the source is written by the fixture below
 SOURCES = {
-    "rows and bytes that are skipped": ("mixed", "--shard_size 397 --val_tokens 500", 9, 1 + 20 + 1 + 29),
+    "rows and bytes that are skipped": ("mixed", "--shard_size 397 --val_tokens 500", 10, 1 + 99 + 1 + 29),
     "a unit larger than a shard": ("long.jsonl", "--shard_size 200 --val_tokens 1", 5, 3),
     "late rows that a new preparation refuses": ("late", "--shard_size 3000", 9, 301),
     "lines, many val shards": ("lines.jsonl", "--shard_size 131 --val_tokens 700", 11, 22),
@@ -44,7 +44,7 @@ def sources(standin, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
     for folder in ("mixed", "late", f"bytes/{BYTES_FOLDER}"):
         os.makedirs(folder)
-    Path("mixed/a.jsonl").write_text('{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20)
+    Path("mixed/a.jsonl").write_text('{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 99)
     Path("mixed/b.txt").write_bytes(b"a long document \xff " * 100)
     write_rows("mixed/c.jsonl", ("word " * n for n in range(30)))
     write_rows("long.jsonl", ("a" * n for n in (9, 500, 9)))
