@@ -184,12 +184,15 @@ def environment() -> dict[str, str]:
 
 
 COUNTED: dict[str, tuple[int, int]] = {}
+COUNTED_WITH = (  # the options that micro_step_bytes reads, beside the shape
+    "activation_checkpointing", "compile", "context_length", "loss_chunk_size", "mini_batch_size", "precision",
+    "sharding",
+)  # fmt: skip
 
 
 def count_once(config, *about, count=memory.micro_step_bytes) -> tuple[int, int]:
     """Return micro_step_bytes(), which takes twice as long as all else in a run of eight steps."""
-    places = ("checkpoint_dir", "data_dir", "logdir", "max_steps", "mirror", "resume", "run_name", "tensorboard_dir")
-    key = repr((about, {name: value for name, value in vars(config).items() if name not in places}))
+    key = repr((about, [getattr(config, name) for name in COUNTED_WITH]))
     if key not in COUNTED:
         COUNTED[key] = count(config, *about)
     return COUNTED[key]

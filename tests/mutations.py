@@ -70,7 +70,7 @@ MUTATIONS = [
         "run.state.step = diverged.step",
         "faults/test_equal run/test_ramp",
     ),
-    Mutation("train.py", "manual_seed(config.seed + state.step)", "manual_seed(config.seed)", "test_generate"),
+    Mutation("train.py", "manual_seed(config.seed + state.step)", "manual_seed(config.seed)", "test_train"),
     Mutation("train.py", "state.best_val_loss = None", "pass", "run/test_run_names"),
     Mutation("train.py", "state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)", "pass", "test_train"),
     Mutation("train.py", "of_virtual_rank == 0", "of_virtual_rank == 1", "faults/test_equal"),

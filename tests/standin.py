@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pyarrow
 import pyarrow.parquet
 
+BLOCK_BYTES = 2**14  # a body is sent in blocks, between which a fault can act
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER that makes close() send a RST
 
 
@@ -177,8 +178,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             body = bytes(reversed(body)) if fault.damaged else body
-            for start in range(0, len(body) if self.command != "HEAD" else 0, 2**16):
-                block = body[start : start + 2**16]
+            for start in range(0, len(body) if self.command != "HEAD" else 0, BLOCK_BYTES):
+                block = body[start : start + BLOCK_BYTES]
                 if 0 <= fault.drop_after <= start:
                     self.reset()
                     break
@@ -227,6 +228,7 @@ def parquet(texts: list, column: str = "text", row_group_size: int = 100) -> byt
 
 def corpus(texts: list[str] = TEXTS, factor: int = 1) -> dict[str, bytes]:
     """Return a repository with six files in the configuration "part", and one outside of it; `factor` repeats them."""
-    files = [parquet(texts[n * 500 : (n + 1) * 500]) for n in range(6)] * factor
+    size = len(texts) // 6
+    files = [parquet(texts[n * size : (n + 1) * size]) for n in range(6)] * factor
     parts = {f"part/{n}.parquet": file for n, file in enumerate(files)}
     return {"README.md": CARD.encode(), "other/0.parquet": parquet(["other"] * 9), **parts}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import convert_hf
+import train
 from convert_hf import write_folder
 from dataloader import RowStream
 from model import GPT, GPTConfig
@@ -121,10 +122,8 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
     assert read_weights(str(tmp_path / "a"))["tokenizer"] == "gpt2"
     assert "a: names no tokenizer; assumed gpt2, because it has 50,257 rows" in capsys.readouterr().err
     of_gpt2 = json.loads(to_json(get_tokenizer("gpt2").encoding))["model"]["vocab"]
-    for vocabulary, name, sha256 in (
-        (of_gpt2, "gpt2", GPT2_TOKENIZER.tokenizer_sha256),
-        (of_gpt2 | {"a": 65, "b": 64}, "", ""),
-    ):
+    of_others = of_gpt2 | {"a": 65, "b": 64}
+    for vocabulary, name, sha256 in ((of_gpt2, "gpt2", GPT2_TOKENIZER.tokenizer_sha256), (of_others, "", "")):
         (tmp_path / "a/vocab.json").write_text(json.dumps(vocabulary, indent=2, ensure_ascii=False))
         found = read_weights(str(tmp_path / "a"))
         assert (found["tokenizer"], found["tokenizer_sha256"]) == (name, sha256)
@@ -152,26 +151,16 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, tmp_path):
     assert exported(END_OF_TEXT)["input_ids"] == [exported.eos_token_id] == [encoding.document_id]
 
 
-def shard(folder) -> dict[str, str]:
-    """Split model.safetensors of a folder in two files with an index; return the index: weight -> file."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
-    for file in set(places.values()):
-        save_file({name: weights[name] for name, place in places.items() if place == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return places
-
-
 def test_weights_come_from_the_files_that_the_index_names(tmp_path):
-    write_folder(checkpoint_of(SMALL), tmp_path / "a")
-    expected, index = read_weights(str(tmp_path / "a")), tmp_path / "a/model.safetensors.index.json"
-    places = shard(tmp_path / "a")
-    stale = {name: torch.zeros_like(t) for name, t in load_file(tmp_path / "a" / min(places.values())).items()}
+    reference_model("gpt2", **TINY_SHAPE).save_pretrained(tmp_path / "whole")
+    reference_model("gpt2", **TINY_SHAPE).save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    index = tmp_path / "a/model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    stale = {name: torch.zeros_like(t) for name, t in load_file(tmp_path / "a" / files[0]).items()}
     save_file(stale, tmp_path / "a/model-of-another-run.safetensors")
-    assert_same_weights(read_weights(str(tmp_path / "a")), expected)
-    (tmp_path / "a" / max(places.values())).unlink()
-    assert f"a/{max(places.values())}: cannot be read ([Errno 2] No such file" in mistake(tmp_path / "a")
+    assert_same_weights(read_weights(str(tmp_path / "a")), read_weights(str(tmp_path / "whole")))
+    (tmp_path / "a" / files[1]).unlink()
+    assert f"a/{files[1]}: cannot be read ([Errno 2] No such file" in mistake(tmp_path / "a")
     outside = [json.dumps({"weight_map": {"a": name}}) for name in ("/etc/passwd", "../b.safetensors", "..", "")]
     for text in ("{", "[]", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"a": 3}}', *outside):
         index.write_text(text)
@@ -179,11 +168,7 @@ def test_weights_come_from_the_files_that_the_index_names(tmp_path):
         assert "a/model.safetensors.index.json: " in said and "expected the file of each weight; copy it again" in said
     index.unlink()
     assert "no model.safetensors and no model.safetensors.index.json" in mistake(tmp_path / "a")
-
-
-def test_a_source_that_does_not_exist_is_refused():
-    assert "no such file or folder" in mistake("gpt2-huge")
-    assert "no source" in mistake("")
+    assert "no such file or folder" in mistake("gpt2-huge") and "no source" in mistake("")
 
 
 def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, bytes]:
@@ -194,21 +179,17 @@ def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, 
     return files
 
 
-def test_weights_of_the_hub_are_downloaded_once_in_spite_of_failures(standin, tmp_path, monkeypatch):
+def test_weights_of_the_hub_are_downloaded_once_and_a_revision_is_read(standin, tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "sleep", lambda _: None)
     files = on_the_hub(standin, tmp_path / "model")
-    standin.fail("GET .*model.safetensors", drop_after=2**16)
+    commit = standin.heads["models/some/gpt"]
+    standin.fail("GET .*model.safetensors", drop_after=2**14)
     expected = read_weights(str(tmp_path / "model"))
     for _ in range(2):
         assert_same_weights(read_weights("some/gpt"), expected)
-    assert standin.sent("GET .*resolve") < sum(map(len, files.values())) + 2**16
-
-
-def test_a_revision_of_a_model_is_read(standin, tmp_path):
-    on_the_hub(standin, tmp_path / "old")
-    commit = standin.heads["models/some/gpt"]
+    assert standin.sent("GET .*resolve") < sum(map(len, files.values())) + 2**14
     on_the_hub(standin, tmp_path / "new", embd_size=32)
-    assert_same_weights(read_weights(f"some/gpt@{commit}"), read_weights(str(tmp_path / "old")))
+    assert_same_weights(read_weights(f"some/gpt@{commit}"), expected)
     assert read_weights("some/gpt")["model_config"]["embd_size"] == 32
 
 
@@ -231,35 +212,29 @@ def test_checks_come_before_the_download_of_weights(standin, workdir):
 
 
 def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
-    import huggingface_hub.constants
-
     snapshot = workdir / "models--gpt2/snapshots" / ("abcd" * 10)
     reference_model("gpt2", **TINY_SHAPE).save_pretrained(snapshot)
     (workdir / "models--gpt2/refs").mkdir()
     (workdir / "models--gpt2/refs/main").write_text("abcd" * 10)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(workdir))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workdir))
     monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
     assert_same_weights(read_weights("gpt2"), read_weights(str(snapshot)))
     assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
 
 
-def test_an_interrupted_export_leaves_no_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_hf, "fsync", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        write_folder(checkpoint_of(SMALL), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("file_bytes", "what"), [(500, "config.json"), (5000, "weights")])
-def test_a_failed_export_leaves_no_files(tmp_path, file_bytes, what):
+@pytest.mark.parametrize("file_bytes", [500, 5000])  # too few for config.json, for the weights
+def test_an_interrupted_or_failed_export_leaves_no_files(tmp_path, monkeypatch, file_bytes):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
         with pytest.raises(UserError, match=r"out: cannot be written \(.*File too large"):
             write_folder(checkpoint_of(SMALL), tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monkeypatch.setattr(convert_hf, "fsync", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(checkpoint_of(SMALL), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -420,8 +395,6 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     shape = {"context_length": 24, "num_layers": 1}
     model = reference_model("gpt2 untied, exact GELU, narrow MLP", **TINY_SHAPE | shape)
     model.save_pretrained("model")
-    import train
-
     shape_flags = {"--num_layers", "--num_heads", "--embd_size"}
     flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
     fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]

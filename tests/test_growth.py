@@ -7,7 +7,6 @@ import sys
 from functools import lru_cache
 from types import SimpleNamespace
 
-import pytest
 import torch
 from conftest import run_here, write_data
 from harness import Run, folders
@@ -23,19 +22,13 @@ from steadygpt.machine.device import seed
 from steadygpt.run.plan import validation_rows
 
 
-@pytest.fixture
-def eight_at_once(monkeypatch):
-    """Let at most eight shards be mapped at the same time."""
-    monkeypatch.setattr(Shard, "tokens", lru_cache(8)(Shard.tokens.__wrapped__))
+def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(Shard, "tokens", lru_cache(8)(Shard.tokens.__wrapped__))  # at most eight are mapped at once
     monkeypatch.setattr(dataloader, "MAPPED", 8)
-
-
-def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, eight_at_once):
     write_data(tmp_path, num_tokens=[40] * 101)
     shards = ShardSet.find("data", str(tmp_path), "train").shards
     open_before = len(os.listdir("/proc/self/fd"))
-    stream = RowStream(shards, 16, seed=3, shuffle_shards=True, shuffle_rows=True)
-    found = stream.read(0, 400)
+    found = RowStream(shards, 16, seed=3, shuffle_shards=True, shuffle_rows=True).read(0, 400)
     assert len(os.listdir("/proc/self/fd")) <= open_before + 8
     of_each = [shard.tokens().copy() for shard in shards]
     rows = {tuple(tokens[first : first + 17].tolist()) for tokens in of_each for first in (0, 16)}
@@ -59,14 +52,15 @@ def test_seeding_two_generators_draws_what_torch_manual_seed_does():
     assert torch.equal(torch.rand(9), expected)
 
 
-@pytest.mark.parametrize(("steps", "reads"), [("3", 3), ("10", 2), ("10:13", 4), ("0", 2)])
-def test_a_replay_reads_only_the_checkpoints_that_it_needs(workdir, monkeypatch, steps, reads):
+def test_a_replay_reads_only_the_checkpoints_that_it_needs(workdir, monkeypatch):
     """The newest, the nearest one before the first step, and those to compare with."""
-    assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "99", "--max_steps", "20") == 0
-    read, count = files.read_checkpoint, []
-    monkeypatch.setattr(files, "read_checkpoint", lambda path: count.append(path) or read(path))
-    replay.main(["--steps", steps])
-    assert len(count) == reads
+    assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "99", "--max_steps", "12") == 0
+    read, seen = files.read_checkpoint, []
+    monkeypatch.setattr(files, "read_checkpoint", lambda path: seen.append(path) or read(path))
+    for steps, count in (("3", 3), ("6:9", 4), ("0", 2)):
+        seen.clear()
+        replay.main(["--steps", steps])
+        assert len(seen) == count, steps
 
 
 def test_validation_sets_share_the_tokens_of_a_validation():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from dataloader import BatchLoader, Mixture, RowStream
+from dataloader import Mixture, RowStream
 from steadygpt.base import durable
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig, parse_args
@@ -64,13 +64,14 @@ def inputs_of(mixture: Mixture, start: int, count: int) -> list[int]:
 
 
 @given(weights)
+@settings(max_examples=50)
 def test_shares_are_the_weights_to_less_than_a_row_and_fill_a_block(parts):
     shares = shares_by_name(parts)
     assert sum(shares.values()) == BLOCK_ROWS
     assert all(abs(shares[str(i)] - BLOCK_ROWS * part / sum(parts)) < 1 for i, part in enumerate(parts))
 
 
-def test_a_source_with_less_than_a_row_in_a_block_is_refused_with_the_smallest_weight_that_works():
+def test_a_source_without_a_row_in_a_block_and_a_repeated_one_are_refused():
     sources = {name: ("data", name) for name in ("web", "math", "code")}
 
     def shares(web: str, math: str, code: str) -> dict[str, int]:
@@ -82,9 +83,6 @@ def test_a_source_with_less_than_a_row_in_a_block_is_refused_with_the_smallest_w
     with pytest.raises(UserError, match=r"the weight of math is 19\.5, .* at least 19\.6"):
         shares("50000", "19.5", "30011")
     assert shares_of({"a": ("", "a"), "b": ("", "b")}, {"a": Fraction(1), "b": Fraction(999)})["a"] == 4
-
-
-def test_two_sources_with_the_same_shards_are_refused():
     with pytest.raises(UserError, match="web and copy have the same shards; give one of them the sum"):
         shares_of({"web": ("data/a", "1f"), "copy": ("data/b", "1f")}, {"web": Fraction(1), "copy": Fraction(2)})
 
@@ -124,22 +122,6 @@ def test_neither_the_place_in_the_list_nor_the_name_matters():
     first = order_of(TrainConfig(mix="data/web:7,data/code:2"))
     assert order_of(TrainConfig(mix="two=data/code:4,one=data/web:14")) == first
     assert order_of(TrainConfig(mix="data/web:7,data/code:3")) != first
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_has_the_same_rows_on_any_number_of_ranks(world_size):
-    def steps_of(world_size: int) -> list[list[int]]:
-        mixture = mixture_of({"0": 3000, "1": 1096}, first_row=64)
-        of_steps = [range(row, row + 8) for row in range(64, 64 + 21 * 8, 8)]
-        loaders = [
-            BatchLoader(mixture, of_steps, 8 // world_size, "cpu", rank, world_size) for rank in range(world_size)
-        ]
-        steps = [sorted(i for loader in loaders for i in loader.next()[0][:, 0].tolist()) for _ in range(20)]
-        for loader in loaders:
-            loader.close()
-        return steps
-
-    assert steps_of(world_size) == steps_of(1)
 
 
 def test_the_order_never_changes():
@@ -238,18 +220,14 @@ def test_a_run_of_a_folder_goes_on_with_a_mixture_that_an_older_checkpoint_forge
     assert [list(entry["sources"]) for entry in load("checkpoints/latest.pt")["starts"]] == [["web"]] * 2
 
 
-def test_other_data_in_the_folder_of_a_run_is_refused_or_else_told(sources, capsys):
+def test_other_data_in_the_folder_of_a_run_is_told(sources, capsys):
+    """Without --allow_changes it is refused: test_refused.py."""
     assert run_mixed("--data_dir", "data/web", "--max_steps", "4") == 0
     shutil.rmtree("data/web")
     write_data(Path("data/web"), seed=9)
-    found = refused("--data_dir", "data/web", "--resume", "latest", "--max_steps", "8")
-    assert found.startswith("the training data is web 100.0% (data/web, SHA-256 ")
-    capsys.readouterr()
     assert run_mixed("--resume", "latest", "--max_steps", "8", "--max_lr", "1e-4", "--allow_changes") == 0
-    told = re.search(
-        r"changed      training data: web 100.0% .*SHA-256 (\w+)\.\.\.\) -> web .*SHA-256 (\w+)",
-        capsys.readouterr().out,
-    )
+    what = r"changed      training data: web 100.0% .*SHA-256 (\w+)\.\.\.\) -> web .*SHA-256 (\w+)"
+    told = re.search(what, capsys.readouterr().out)
     assert told and told[1] != told[2]
 
 
@@ -263,47 +241,29 @@ def test_data_that_moved_is_the_same_data(sources):
     moved = ("--mix", "elsewhere:7,data/code:3", "--resume", "latest")
     assert run_mixed(*moved, "--max_steps", "8", "--eval_freq", "4") == 0
     entry = load("checkpoints/latest.pt")["starts"][-1]
-    assert {name: folder for name, (folder, _) in entry["val_sets"].items()} == {
-        "web": "elsewhere",
-        "code": "data/code",
-    }
+    assert [folder for folder, _ in entry["val_sets"].values()] == ["elsewhere", "data/code"]
 
 
-def test_the_plan_shows_each_source_and_the_log_its_epochs(sources, capsys):
+def test_the_plan_shows_each_source(sources, capsys):
     assert run_mixed("--mix", "data/web:3,code=data/code:1", "--max_steps", "400", "--dry_run") == 0
     plan = capsys.readouterr().out
     assert "data         web, 75.0% of the rows: 1,200 training tokens in 2 shards of data/web; 16." in plan
     assert " epochs by the end -- MORE THAN 4, of little benefit\n" in plan
     assert "data         code, 25.0% of the rows: 1,300 training tokens in 2 shards of data/code; " in plan
-    assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
-    assert list(metrics("logs", "epoch/web")) == [4, 8]
-    assert scalars("runs/tiny")["eval/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
-    assert not list(Path("checkpoints").glob("epoch_*"))
-
-
-@pytest.mark.parametrize(
-    ("mix", "error"),
-    [
-        ("data/web:0", "--mix is 'data/web:0', with the weight '0'; expected a number above 0 with "),
-        ("data/web:-1", "with the weight '-1'; expected a number above 0"),
-        ("data/web:nan", "with the weight 'nan'; expected a number above 0"),
-        ("data/web,other/web", "--mix is two folders named web; expected different names: NAME=FOLDER"),
-        ("a b=data/web", "--mix is 'a b=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
-        (",", "--mix is ','; expected one folder or more"),
-        ("=data/web", "--mix is '=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
-    ],
-)
-def test_a_wrong_mixture_is_refused_at_once(mix, error):
-    with pytest.raises(UserError) as caught:
-        TrainConfig(mix=mix)
-    assert error in str(caught.value)
 
 
 @pytest.mark.parametrize(("flags", "error"), [
-    ([*MIX, "--max_steps", "0"], "a mixture of data has no epochs; set the length of the run with --max_steps"),
-    (["--data_dir", "data", *MIX], "--data_dir and --mix cannot be combined; give one of them"),
+    (["--mix", "data/web:0"], "--mix is 'data/web:0', with the weight '0'; expected a number above 0 with "),
+    (["--mix", "data/web:-1"], "with the weight '-1'; expected a number above 0"),
+    (["--mix", "data/web:nan"], "with the weight 'nan'; expected a number above 0"),
+    (["--mix", "data/web,other/web"], "--mix is two folders named web; expected different names: NAME=FOLDER"),
+    (["--mix", "a b=data/web"], "--mix is 'a b=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
+    (["--mix", "=data/web"], "--mix is '=data/web'; expected [NAME=]FOLDER[:WEIGHT]"),
+    (["--mix", ","], "--mix is ','; expected one folder or more"),
     (["--mix", ""], "--mix is empty; expected a value, or drop the flag"),
     (["--val", ""], "--val is empty; expected a value, or drop the flag"),
+    ([*MIX, "--max_steps", "0"], "a mixture of data has no epochs; set the length of the run with --max_steps"),
+    (["--data_dir", "data", *MIX], "--data_dir and --mix cannot be combined; give one of them"),
     (["--mix", "data/code,data/gpt2"], "data/gpt2: prepared with the tokenizer gpt2, but data/code with bytes; "
      "expected the same one"),
 ])  # fmt: skip
@@ -324,20 +284,21 @@ def test_a_folder_takes_the_place_of_the_mixture_of_a_preset(workdir):
 # validation sets
 
 
-def test_validation_sets_are_shown_by_name_and_the_first_one_decides(sources, capsys):
+def test_epochs_and_validation_sets_are_shown_by_name_and_the_first_set_decides(sources, capsys):
     assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
-    stored = json.loads(Path("checkpoints/evaluations.json").read_text())["8"]
-    assert stored["val_loss"] == stored["val_loss/web"] != stored["val_loss/code"]
-    assert stored["val_bpb"] == stored["val_bpb/web"]
     points = scalars("runs/tiny")
+    assert list(metrics("logs", "epoch/web")) == [4, 8]
+    assert points["eval/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
+    assert not list(Path("checkpoints").glob("epoch_*"))
+    stored = json.loads(Path("checkpoints/evaluations.json").read_text())["8"]
+    web, code = stored["val_loss/web"], stored["val_loss/code"]
+    assert stored["val_loss"] == web != code
+    assert stored["val_bpb"] == stored["val_bpb/web"] == metrics("logs", "val_bpb")[8]
     assert points["eval/val_loss"] == points["eval/val_loss/web"] == pytest.approx(metrics("logs", "val_loss/web"))
     assert points["eval/val_bpb/code"] == pytest.approx(metrics("logs", "val_bpb/code"))
     shown = capsys.readouterr().out
-    assert (
-        f"web: val loss {stored['val_loss']:.4f}" in shown
-        and f" | code: val loss {stored['val_loss/code']:.4f}" in shown
-    )
-    assert f"\nvalidation   web {stored['val_loss/web']:.4f}, code {stored['val_loss/code']:.4f}\n" in shown
+    assert f"web: val loss {web:.4f}, {stored['val_bpb']:.4f} bits per byte | code: val loss {code:.4f}" in shown
+    assert f"\nvalidation   web {web:.4f}, code {code:.4f}\n" in shown
     assert "\nvalidation   384 tokens every 4 steps: about " in shown
 
 
@@ -346,9 +307,6 @@ def test_the_first_validation_set_stays_the_first_one(sources):
     flags = "--resume", "latest", "--allow_changes", "--eval_freq", "4"
     assert run_mixed(*OTHER, *flags, "--max_steps", "8", "--val", "math=data/math") == 0
     assert [*load("checkpoints/latest.pt")["starts"][-1]["val_sets"]] == ["web", "math"]
-    write_data(Path("data/web"), num_tokens=(300, 700, 500))
-    found = refused("--resume", "latest", "--max_steps", "12", "--eval_freq", "4")
-    assert found.startswith("data/web: not the val shards of the first start, by which best_model.pt is chosen")
 
 
 def test_evaluating_reads_no_training_shards(sources, monkeypatch):

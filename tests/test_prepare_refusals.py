@@ -64,6 +64,7 @@ AT_ONCE = [
     (f"--source {'n' * 300}", "n: File name too long; .* free"),
     ("--source '[01].parquet'", f"1.parquet: no field 'text'; found content; {SET_FIELD}"),
     ("--source '[02].parquet'", "2.parquet: found a Git LFS pointer, expected the file. Try: git lfs pull"),
+    ("--source nothing://x/y", "nothing://x/y: .*expected a URL that fsspec knows"),
     ("--source both", "found text, such as both/b.txt, and token ids, such as both/a.npz; expected only one kind"),
     ("--source ids --tokenizer ''", "ids.npy: holds token ids; name the tokenizer that wrote them with --tokenizer"),
     (f"{DOCS} --text_field body", f"no field 'body'; found text; {SET_FIELD}"),
@@ -113,10 +114,10 @@ LATER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [*AT_ONCE, *OF_THE_HUB, *((f"{flags} --streaming", message) for flags, message in OF_THE_HUB)],
-)
+STREAMED = [(f"{flags} --streaming", message) for flags, message in OF_THE_HUB]
+
+
+@pytest.mark.parametrize(("flags", "message"), [*AT_ONCE, *OF_THE_HUB, *STREAMED])
 def test_a_mistake_is_one_line_before_anything_large_is_read_or_written(flags, message, inputs):
     refused(flags, message)
     assert not Path("out").exists()
@@ -136,12 +137,6 @@ def test_mistakes_leave_the_folder_usable(inputs):
     assert prepare("docs.jsonl")["complete"]
 
 
-@pytest.mark.parametrize("flags", ["--source hf:some/other", f"{DOCS} --tokenizer hf:some/new"])
-def test_what_is_not_in_the_cache_is_refused_offline(flags, inputs, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(flags, "not in the cache, and HF_HUB_OFFLINE is set")
-
-
 def test_a_killed_training_process_is_reported(inputs, monkeypatch):
     monkeypatch.setattr(train_tokenizer, "_train_at", sys.exit)  # fails, because it takes one argument
     refused(f"{DOCS} --tokenizer bpe:300", "the process that trains the tokenizer was killed, .* try less text")
@@ -151,50 +146,40 @@ def test_a_killed_training_process_is_reported(inputs, monkeypatch):
 
 NOT_TEXT = "found a NUL byte or much that is not UTF-8; expected text; "
 ROW = json.dumps({"text": "a"}).encode()
+ZSTD = pyarrow.compress(ROW * 9999, "zstd", asbytes=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "a.json",
-            b"[%s]" % ROW,
-            "a.json: found an array or indented JSON; expected one object a line. Try: jq -c .* a",
-        ),
-        ("a.json", json.dumps([{"text": "a"}], indent=1).encode(), r"a line. Try: jq -c .* a.json > rows.jsonl"),
-        ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl: found an array or indented JSON"),
-        ("a.jsonl", ROW + b"\n" + b"\0" * 100, f"a.jsonl: {NOT_TEXT}"),
-        ("a.txt", "UTF-16, no mark".encode("utf-16-le"), f"a.txt: {NOT_TEXT}.* iconv -f ENCODING"),
-        ("a.txt", b"one\0" + b"word " * 99, f"a.txt: {NOT_TEXT}"),
-        ("a.txt", bytes(range(128, 256)) * 99, f"a.txt: {NOT_TEXT}"),
-        ("a.md", "по-русски ".encode("cp1251") * 99, f"a.md: {NOT_TEXT}"),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be read"),
-        ("a.txt.zst", b"no zstd", "a.txt.zst: cannot be read, OSError: .*zstd|ZSTD"),
-        (
-            "a.jsonl.zst",
-            pyarrow.compress(ROW * 9999, "zstd", asbytes=True)[:-9],
-            "a.jsonl.zst: cannot be read, OSError: Truncated compressed stream",
-        ),
-        # token ids
-        ("a.npz", npz(ids=BAD), "a.npz: holds token id 257, outside the vocabulary of 257; name the tokenizer"),
-        ("a.npz", npz(ids=BAD - 1 - 2 * BAD), "a.npz: holds token id -1, outside the vocabulary"),
-        ("a.bin", BAD.astype("<u2").tobytes(), "a.bin: holds token id 257, outside"),
-        ("a.bin", b"123", "a.bin: 3 bytes is not a whole number of uint16 token ids"),
-        ("a.bin", LLMC[:-2], "a.bin: cannot be read, ValueError: the file ends before its array"),
-        ("a.npz", npz(ids=IDS / 2), r"a.npz: ids: holds float64 of shape \(5000,\); expected one row or rows of int"),
-        ("a.npz", npz(ids=IDS.reshape(5, 10, 100)), r"holds int64 of shape \(5, 10, 100\); expected one row or rows"),
-        ("a.npz", npz(ids=np.asfortranarray(IDS.reshape(5, 1000))), "in Fortran order"),
-        ("a.npz", npz(a=IDS, b=IDS), "a.npz: found a, b; expected one array of token ids, or its name as --text_field"),
-        ("a.npz", npz(ids=IDS, attention_mask=IDS[1:]), r"attention_mask has shape \(4999,\), expected \(5000,\)"),
-        ("a.npz", npz(ids=IDS)[:-100], "a.npz: cannot be read, BadZipFile"),
-        ("a.npy", npy(IDS)[:-100], "a.npy: cannot be read, ValueError: the file ends before its array"),
-        ("a.npy", npy(IDS[:1]).replace(b"(1,), }   ", b"(True,), }"), r"a.npy: holds int64 of shape \(True,\)"),
-        ("a.npy", npy(IDS).replace(b"(5000,), }  ", b"(-2, -3), } "), r"a.npy: holds int64 of shape \(-2, -3\)"),
-        ("a.npy", npy(IDS).replace(b"(5000,), }" + b" " * 20, b"(4294967296, 4294967296), }   "), "ends before its"),
-        ("a.npy", IDS.astype("<u2").tobytes(), "a.npy: not a .npy file; .* If it holds only ids, name it .bin"),
-        ("a.npy", npy(np.zeros(5, [("id", "<i4"), ("weight", "<f4")])), r"a.npy: holds \[\('id'.* of shape \(5,\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.json", b"[%s]" % ROW, "a.json: found an array or indented JSON; expected one object a line. Try: jq -c .* a"),
+    ("a.json", json.dumps([{"text": "a"}], indent=1).encode(), r"a line. Try: jq -c .* a.json > rows.jsonl"),
+    ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl: found an array or indented JSON"),
+    ("a.jsonl", ROW + b"\n" + b"\0" * 100, f"a.jsonl: {NOT_TEXT}"),
+    ("a.txt", "UTF-16, no mark".encode("utf-16-le"), f"a.txt: {NOT_TEXT}.* iconv -f ENCODING"),
+    ("a.txt", b"one\0" + b"word " * 99, f"a.txt: {NOT_TEXT}"),
+    ("a.txt", bytes(range(128, 256)) * 99, f"a.txt: {NOT_TEXT}"),
+    ("a.md", "по-русски ".encode("cp1251") * 99, f"a.md: {NOT_TEXT}"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be read"),
+    ("a.txt.zst", b"no zstd", "a.txt.zst: cannot be read, OSError: .*zstd|ZSTD"),
+    ("a.jsonl.zst", ZSTD[:-9], "a.jsonl.zst: cannot be read, OSError: Truncated compressed stream"),
+    # token ids
+    ("a.npz", npz(ids=BAD), "a.npz: holds token id 257, outside the vocabulary of 257; name the tokenizer"),
+    ("a.npz", npz(ids=BAD - 1 - 2 * BAD), "a.npz: holds token id -1, outside the vocabulary"),
+    ("a.bin", BAD.astype("<u2").tobytes(), "a.bin: holds token id 257, outside"),
+    ("a.bin", b"123", "a.bin: 3 bytes is not a whole number of uint16 token ids"),
+    ("a.bin", LLMC[:-2], "a.bin: cannot be read, ValueError: the file ends before its array"),
+    ("a.npz", npz(ids=IDS / 2), r"a.npz: ids: holds float64 of shape \(5000,\); expected one row or rows of int"),
+    ("a.npz", npz(ids=IDS.reshape(5, 10, 100)), r"holds int64 of shape \(5, 10, 100\); expected one row or rows"),
+    ("a.npz", npz(ids=np.asfortranarray(IDS.reshape(5, 1000))), "in Fortran order"),
+    ("a.npz", npz(a=IDS, b=IDS), "a.npz: found a, b; expected one array of token ids, or its name as --text_field"),
+    ("a.npz", npz(ids=IDS, attention_mask=IDS[1:]), r"attention_mask has shape \(4999,\), expected \(5000,\)"),
+    ("a.npz", npz(ids=IDS)[:-100], "a.npz: cannot be read, BadZipFile"),
+    ("a.npy", npy(IDS)[:-100], "a.npy: cannot be read, ValueError: the file ends before its array"),
+    ("a.npy", npy(IDS[:1]).replace(b"(1,), }   ", b"(True,), }"), r"a.npy: holds int64 of shape \(True,\)"),
+    ("a.npy", npy(IDS).replace(b"(5000,), }  ", b"(-2, -3), } "), r"a.npy: holds int64 of shape \(-2, -3\)"),
+    ("a.npy", npy(IDS).replace(b"(5000,), }" + b" " * 20, b"(4294967296, 4294967296), }   "), "ends before its"),
+    ("a.npy", IDS.astype("<u2").tobytes(), "a.npy: not a .npy file; .* If it holds only ids, name it .bin"),
+    ("a.npy", npy(np.zeros(5, [("id", "<i4"), ("weight", "<f4")])), r"a.npy: holds \[\('id'.* of shape \(5,\)"),
+])  # fmt: skip
 def test_an_unusable_file_is_named(name, content, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)

@@ -14,22 +14,23 @@ from standin import parquet
 
 import prepare_dataset
 from steadygpt.data import documents
+from steadygpt.data.train_tokenizer import train_bpe
 
 WORDS = "the a of naïve 数据 token\nline loss,\nstep. gradient".split(" ")
 TEXTS = [f"{n}: " + " ".join(random.Random(n).choices(WORDS, k=1 + n % 40)) + "\n" * (n % 3) for n in range(400)]
 LONG = "".join(TEXTS)
 BYTES_FOLDER = os.fsdecode(b"caf\xe9")
 HUB = "--shard_size 250000 --val_tokens 90000"
+TRAINED = "--tokenizer bpe:280 --tokenizer_bytes 20000 --shard_size 5000"
 # name -> source, flags, shards at least, documents; the source is written by the fixture below
 SOURCES = {
-    "rows and bytes that are skipped": ("mixed", "--shard_size 397 --val_tokens 500", 31, 1 + 20 + 1 + 59),
+    "rows and bytes that are skipped": ("mixed", "--shard_size 397 --val_tokens 500", 10, 1 + 99 + 1 + 29),
     "a unit larger than a shard": ("long.jsonl", "--shard_size 200 --val_tokens 1", 5, 3),
     "late rows that a new preparation refuses": ("late", "--shard_size 3000", 9, 301),
-    "lines, many val shards": ("lines.jsonl", "--shard_size 131 --val_tokens 700", 11, 62),
+    "lines, many val shards": ("lines.jsonl", "--shard_size 131 --val_tokens 700", 11, 22),
     "one text, many val shards": ("text.txt", "--shard_size 400 --val_tokens 1600", 11, 1),
     "masked ids": ("ids.npz", "--shard_size 333 --val_tokens 700", 13, 0),
-    "a folder whose name is not UTF-8": ("bytes", "--shard_size 2000 --val_tokens 1", 3, 60),
-    "a trained tokenizer": ("docs.jsonl", "--tokenizer bpe:280 --tokenizer_bytes 20000 --shard_size 5000", 3, 400),
+    "a trained tokenizer, a folder whose name is not UTF-8": ("bytes", TRAINED, 3, 400),
     "CSV of the Hub": ("hf:some/csv", HUB, 2, 900),
     "lines of the Hub": ("hf:some/lines", HUB, 2, 900),
     "lines of the Hub, streamed": ("hf:some/lines", f"{HUB} --streaming", 2, 900),
@@ -43,48 +44,50 @@ def sources(standin, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
     for folder in ("mixed", "late", f"bytes/{BYTES_FOLDER}"):
         os.makedirs(folder)
-    Path("mixed/a.jsonl").write_text('{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 20)
-    Path("mixed/b.txt").write_bytes(b"a long document \xff " * 200)
-    write_rows("mixed/c.jsonl", ("word " * n for n in range(60)))
+    Path("mixed/a.jsonl").write_text('{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 99)
+    Path("mixed/b.txt").write_bytes(b"a long document \xff " * 100)
+    write_rows("mixed/c.jsonl", ("word " * n for n in range(30)))
     write_rows("long.jsonl", ("a" * n for n in (9, 500, 9)))
     # Rows without text, and with little text beside other fields, which only a new preparation checks.
     row = json.dumps({"text": "word " * 20, "meta": ""}) + "\n"
     Path("late/a.jsonl").write_text(row * 300)
     Path("late/b.jsonl").write_text((json.dumps({"text": None, "meta": "m" * 9000}) + "\n") * 100 + row)
-    write_rows("lines.jsonl", ["short", LONG[:1000], *TEXTS[:60]])
+    write_rows("lines.jsonl", ["short", LONG[:1000], *TEXTS[:20]])
     Path("text.txt").write_text(LONG[:9000])
     ids, mask = np.random.default_rng(0).integers(0, 257, (50, 100)), np.arange(5000).reshape(50, 100) % 7 != 0
     Path("ids.npz").write_bytes(npz(input_ids=ids, attention_mask=mask))
-    Path("bytes", BYTES_FOLDER, "a.parquet").write_bytes(parquet(TEXTS[:60]))
-    write_rows("docs.jsonl", TEXTS)
+    Path("bytes", BYTES_FOLDER, "a.parquet").write_bytes(parquet(TEXTS))
     csv = "text,number\n" + "".join(f'"{text}",1\n' for text in HUB_TEXTS[:900])
     standin.put("datasets/some/csv", {"data/train.csv": csv.encode()})
     lines = "".join(f'{{"text": "{text}"}}\n' for text in HUB_TEXTS[:900])
     standin.put("datasets/some/lines", {"data/train.jsonl": lines.encode()})
 
 
+def skipped(capsys) -> set[str]:
+    """Return the rows that were named as skipped since the last call."""
+    return {line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped ")}
+
+
 @pytest.mark.parametrize("name", SOURCES)
-def test_an_interruption_after_each_shard_does_not_change_a_byte(name, sources, monkeypatch):
+def test_an_interruption_after_each_shard_does_not_change_a_byte(name, sources, monkeypatch, capsys):
     monkeypatch.setattr(documents, "PIECE_BYTES", 300)
     monkeypatch.setattr(documents, "CUT_WINDOW", 20)
     monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 3000)
+    monkeypatch.setattr(prepare_dataset, "NAMED_SKIPS", 10**6)
     source, flags, shards, count = SOURCES[name]
     manifest = prepare(source, "whole", flags)
+    named = skipped(capsys)
     assert manifest["documents"] == count
     assert not source.startswith("hf:") or ids_of("whole") == ids_expected(HUB_TEXTS[:count])
     assert prepare_interrupted(source, "stopped", flags) >= shards
     assert files_of("stopped") == files_of("whole")
+    assert skipped(capsys) == named
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [
-        ("lines, many val shards", 2),
-        ("one text, many val shards", 3),
-        ("a trained tokenizer", 2),
-        ("a folder whose name is not UTF-8", 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "workers"), [
+    ("one text, many val shards", 2),
+    ("a trained tokenizer, a folder whose name is not UTF-8", 2),
+])  # fmt: skip
 def test_any_number_of_workers_writes_the_same_bytes(name, workers, sources):
     source, flags, _, _ = SOURCES[name]
     manifest = prepare(source, "whole", flags)
@@ -94,11 +97,11 @@ def test_any_number_of_workers_writes_the_same_bytes(name, workers, sources):
 
 
 def test_a_finished_tokenizer_is_not_trained_again(sources, monkeypatch):
-    source, flags, _, _ = SOURCES["a trained tokenizer"]
-    prepare(source, "whole", flags)
-    monkeypatch.setattr(prepare_dataset, "train_tokenizer", trained := Mock(wraps=prepare_dataset.train_tokenizer))
+    trained = Mock(return_value=train_bpe(TEXTS, 280))
+    monkeypatch.setattr(prepare_dataset, "train_tokenizer", trained)
+    prepare("bytes", "whole", TRAINED)
     for place in ("train_tokenizer", "print_forecast", "write_shard"):
-        prepare_stopped(source, "stopped", flags, at=place)
-    prepare(source, "stopped", flags)
-    assert trained.call_count == 1
+        prepare_stopped("bytes", "stopped", TRAINED, at=place)
+    prepare("bytes", "stopped", TRAINED)
+    assert trained.call_count == 2  # once in each folder
     assert files_of("stopped") == files_of("whole")

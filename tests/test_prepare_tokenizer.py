@@ -4,14 +4,12 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import REPO, load, reference_model, run_here
+from conftest import load, metrics, reference_model, run_here
 from prepared import files_of, ids_of, prepare, prepare_stopped, refused, write_rows
 from standin import CARD, CORPUS, parquet
 from test_tokenizer_json import LLAMA3, byte_tokenizer, pattern_tokenizer
@@ -20,7 +18,7 @@ import convert_hf
 import generate
 import prepare_dataset
 from steadygpt.base.options import UserError
-from steadygpt.data import documents, remote
+from steadygpt.data import documents, remote, train_tokenizer
 from steadygpt.data.sources import find_source
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
 from steadygpt.data.train_tokenizer import choose_texts
@@ -90,20 +88,17 @@ def test_of_files_on_the_hub_the_beginning_of_each_is_read_wherever_they_are(sta
     assert texts == chosen_texts(streamed, 30000) == chosen_texts(downloaded, 30000)
 
 
-def test_ctrl_c_ends_the_training_at_once():
-    words = random.Random(0)
-    with open("long.txt", "w") as file:
-        for _ in range(250_000):
-            file.write(words.randbytes(words.randint(3, 12)).hex() + " ")
-    command = [sys.executable, str(REPO / "prepare_dataset.py"), "--source", "long.txt", "--tokenizer", "bpe:200000"]
-    process = subprocess.Popen([*command, "--out", "out"], stderr=subprocess.PIPE, text=True)
-    assert any("training a tokenizer" in line for line in process.stderr)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    start_s = time.monotonic()
-    assert process.wait(10) == 130
-    assert time.monotonic() - start_s < 5
-    assert "stopped; run the same command again to resume" in process.stderr.read()
+def test_ctrl_c_ends_the_training_at_once(monkeypatch):
+    """The library ignores signals, so a process of its own trains and is ended."""
+    words, statuses, join = random.Random(0), [], SpawnProcess.join
+    Path("long.txt").write_text(" ".join(words.randbytes(words.randint(3, 12)).hex() for _ in range(100_000)))
+    monkeypatch.setattr(SpawnProcess, "join", lambda process: (join(process, 30), statuses.append(process.exitcode)))
+    monkeypatch.setattr(train_tokenizer, "say", lambda line: signal.setitimer(signal.ITIMER_REAL, 0.1))
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("long.txt", flags="--tokenizer bpe:100000")
+    signal.signal(signal.SIGALRM, before)
+    assert statuses == [-signal.SIGTERM]
     assert not Path("out/tokenizer.json").exists()
 
 
@@ -231,16 +226,26 @@ def test_another_tokenizer_of_the_same_name_and_size_is_refused(prepared):
             run_here("--data_dir", "other", "--max_steps", "20", "--warmup_steps", "0", *flags)
 
 
-def test_weights_of_the_hub_are_compared_by_identity_and_lose_the_padding(standin, prepared):
+def test_weights_of_the_hub_are_compared_by_identity_tuned_without_their_padding_and_exported(standin, capsys):
+    transformers = pytest.importorskip("transformers")
+    Path("own.json").write_text(NFC)
     shape = {"context_length": 16, "num_layers": 2, "num_heads": 2, "embd_size": 16}
-    reference_model("gpt2", vocab_size=1000, **shape).save_pretrained("model")
+    reference_model("qwen3", vocab_size=1000, **shape).save_pretrained("model")
     files = {path.name: path.read_bytes() for path in Path("model").iterdir()}
     standin.put("models/some/gpt", files | {"tokenizer.json": NFC.encode()})
     prepare("docs.jsonl", "same", OWN)
-    assert run_here("--data_dir", "same", "--init_from", "some/gpt", *SHORT) == 0
+    assert (
+        run_here("--data_dir", "same", "--init_from", "some/gpt", "--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
+    )
+    assert "warning" not in capsys.readouterr().err
+    assert len(metrics("logs", "val_bpb")) == 1
     start = load("checkpoints/latest.pt")
     assert start["model_config"]["vocab_size"] == 702
     assert not start["model"]["wte.weight"][702:].any()
+    assert convert_hf.main(["latest", "tuned"]) == 0
+    assert Path("tuned/tokenizer.json").read_text() == NFC
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+    assert (type(tuned).__name__, tuned.config.vocab_size) == ("Qwen3ForCausalLM", 702)
 
     Path("own.json").write_text(PATTERN)
     prepare("docs.jsonl", "different", OWN)

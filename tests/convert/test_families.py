@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REFERENCES, REPO, metrics, reference_model, run_here
+from conftest import REFERENCES, REPO, reference_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_convert_hf import TINY_SHAPE, assert_same_weights, checkpoint_of, mistake
+from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 
-import convert_hf
-import prepare_dataset
 from convert_hf import write_folder
 from model import GPTConfig
 from steadygpt.base.options import UserError
@@ -73,7 +71,7 @@ def llama_qwen3_and_nanochat(draw) -> GPTConfig:
     return GPTConfig(vocab_size=257, **shape)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=gpt2_and_gpt_neox() | llama_qwen3_and_nanochat(), seed=st.integers(0, 2**32))
 def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path, config, seed):
     for folder in ("out", "theirs"):
@@ -132,10 +130,8 @@ def test_a_model_of_transformers_has_the_same_logits_when_imported(which, saved)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
     configuration = transformers.AutoConfig.for_model(kind).to_dict()
-    expected, found = (
-        resolved(GPTConfig(**read_config(stored, "")[1])) for stored in (configuration, {"model_type": kind})
-    )
-    assert found == expected
+    expected = resolved(GPTConfig(**read_config(configuration, "")[1]))
+    assert resolved(GPTConfig(**read_config({"model_type": kind}, "")[1])) == expected
 
 
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -203,9 +199,8 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
 def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, words, saved, tmp_path):
     folder = shutil.copytree(saved(which), tmp_path / "model")
     if isinstance(changes, dict):
-        changes = content(
-            "config.json", json.dumps(json.loads((folder / "config.json").read_text()) | changes).encode()
-        )
+        stored = json.loads((folder / "config.json").read_text())
+        changes = content("config.json", json.dumps(stored | changes).encode())
     changes(folder)
     message = mistake(folder)
     assert message.startswith((f"{folder}: ", f"{folder}/"))
@@ -278,21 +273,3 @@ def test_the_command_for_a_llama_trains_one():
     config = parse_args([*text.split(), "--num_kv_heads", "1"])[0].shape(257)
     assert find_family(config) == "llama"
     assert config.intermediate_size == 2048
-
-
-def test_weights_are_tuned_on_text_in_their_own_tokenizer(workdir, capsys):
-    write_folder(checkpoint_of(SMALL), workdir / "out")
-    reference_model("qwen3", **TINY_SHAPE | {"vocab_size": 300}).save_pretrained("qwen")
-    shutil.copy("out/tokenizer.json", "qwen")
-    for number in range(5):
-        Path("notes/more").mkdir(parents=True, exist_ok=True)
-        Path(f"notes/more/{number}.txt").write_text(f"Note {number}: " + "a b c " * 40)
-    prepared = ["--source", "notes", "--tokenizer", "qwen/tokenizer.json", "--out", "data/qwen", "--num_workers", "1"]
-    assert prepare_dataset.main(prepared) == 0
-    assert run_here("--data_dir", "data/qwen", "--init_from", "qwen", "--eval_freq", "4", "--sample_freq", "4") == 0
-    assert "warning" not in capsys.readouterr().err
-    assert len(metrics("logs", "val_bpb")) == 2
-    assert convert_hf.main(["latest", "tuned"]) == 0
-    assert Path("tuned/tokenizer.json").read_bytes() == Path("qwen/tokenizer.json").read_bytes()
-    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
-    assert (type(tuned).__name__, tuned.config.vocab_size) == ("Qwen3ForCausalLM", 257)

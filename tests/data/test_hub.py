@@ -123,7 +123,7 @@ def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
     assert not retries(capsys)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8), seed=st.integers())
 def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, seed):
     with pytest.MonkeyPatch.context() as patch:
@@ -156,14 +156,11 @@ def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
     assert capsys.readouterr().err == "hf:corpus: some/corpus on the Hugging Face Hub\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no/such", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
-        ("some/corpus@v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
-        ("a b", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("no/such", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
+    ("some/corpus@v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
+    ("a b", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
+])  # fmt: skip
 def test_a_wrong_name_is_one_line_without_a_second_try(name, message, repo, standin, capsys):
     with pytest.raises(UserError, match=f"^{message}"):
         find_repo("dataset", name)

@@ -36,14 +36,8 @@ def test_special_tokens_and_unused_ids_have_no_bytes():
 
 
 def test_gpt2_has_the_published_ids():
-    assert get_tokenizer("gpt2").encode("Hello, I'm a language model,") == [
-        15496, 11, 314, 1101, 257, 3303, 2746, 11,
-    ]  # fmt: skip
-
-
-def test_an_unknown_name_is_rejected_with_the_known_names():
-    with pytest.raises(UserError, match=r"unknown tokenizer 'gpt7'; expected bpe:N, .*, or one of bytes, "):
-        get_tokenizer("gpt7")
+    ids = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert get_tokenizer("gpt2").encode("Hello, I'm a language model,") == ids
 
 
 def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch):

@@ -14,14 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from steadygpt.base.options import UserError
 from steadygpt.data import documents
 from steadygpt.data.documents import cut_document
-from steadygpt.data.tokenizer import (
-    END_OF_TEXT,
-    TokenizerRecord,
-    fetch_json,
-    get_tokenizer,
-    load_tokenizer,
-    record_named,
-)
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, fetch_json, get_tokenizer, load_tokenizer
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json, to_json
 from steadygpt.data.train_tokenizer import train_bpe
 
@@ -75,23 +68,25 @@ def byte_tokenizer(special: dict[str, int], first_id: int = 0, **changes) -> str
     return json.dumps(content | changes)
 
 
+def loaded(text: str):
+    """Return the tokenizer of a tokenizer.json."""
+    return load_tokenizer(TokenizerRecord("x.json", tokenizer_json=text))
+
+
 @cache
 def both(name: str):
     """Return our tokenizer and the library's."""
-    if name == "gpt2":
-        text = to_json(get_tokenizer("gpt2").encoding)
-    elif name == "trained":
-        text = train_bpe([TEXT], 700)
-    else:
+    text = train_bpe([TEXT], 700)  # with GPT-2's pattern
+    if name != "trained":
         text = pattern_tokenizer(PATTERNS[name.split()[0]], nfc="nfc" in name, literals="literals" in name)
     library = Tokenizer.from_str(text)
     library.encode_special_tokens = True  # as text
-    return load_tokenizer(TokenizerRecord("x.json", tokenizer_json=text)), library
+    return loaded(text), library
 
 
-@pytest.mark.parametrize("name", ["gpt2", "trained", "llama3", "qwen", "qwen nfc", "gpt4o"])
+@pytest.mark.parametrize("name", ["trained", "llama3", "qwen nfc", "gpt4o"])
 @given(st.text() | st.text(TRAPS, max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_ids_are_those_of_the_library(name, text):
     ours, library = both(name)
     assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids
@@ -100,7 +95,7 @@ def test_ids_are_those_of_the_library(name, text):
 
 @pytest.mark.parametrize("name", ["llama3 literals", "qwen nfc literals"])
 @given(st.lists(st.sampled_from([*LITERALS, *NORMALIZED_LITERALS, "<|im_start|>", END_OF_TEXT, *TRAPS])).map("".join))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_added_tokens_that_are_not_special_are_one_id_as_in_the_library(name, text):
     ours, library = both(name)
     ids = ours.encode(text)
@@ -113,7 +108,7 @@ def test_added_tokens_that_are_not_special_are_one_id_as_in_the_library(name, te
 def test_only_special_tokens_can_begin_documents():
     content = json.loads(byte_tokenizer({END_OF_TEXT: 300}))
     content["added_tokens"][0]["special"] = False
-    ours = load_tokenizer(TokenizerRecord("x.json", tokenizer_json=json.dumps(content)))
+    ours = loaded(json.dumps(content))
     assert ours.encode(f"a{END_OF_TEXT}") == [97, 300]
     with pytest.raises(UserError, match=r"no special token '<\|endoftext\|>'; found none; add one"):
         _ = ours.document_id
@@ -128,7 +123,7 @@ def test_ids_of_every_character_are_those_of_the_library(name):
     assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("name", ["gpt2", "trained", "llama3", "qwen nfc", "gpt4o"])
+@pytest.mark.parametrize("name", ["trained", "qwen nfc", "gpt4o"])
 @given(st.text("ab1 \n\t.'é你\u3000\xa0\u0301", max_size=200), st.integers(1, 20))
 @settings(max_examples=100, deadline=None)
 def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
@@ -145,7 +140,7 @@ def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
 def test_a_trained_tokenizer_depends_on_the_text_only():
     text = train_bpe([TEXT[:3000], TEXT[3000:]], 500)
     assert text == train_bpe([TEXT[:3000], TEXT[3000:]], 500)
-    ours = load_tokenizer(TokenizerRecord("bpe:500", tokenizer_json=text))
+    ours = loaded(text)
     assert (ours.n_vocab, ours.document_id, ours.encoding._pat_str) == (500, 499, GPT2_PATTERN)
 
 
@@ -154,7 +149,7 @@ def test_the_identity_depends_on_what_determines_ids_only():
     content = json.loads(text)
 
     def identity(**changes) -> str:
-        return load_tokenizer(TokenizerRecord("x.json", tokenizer_json=json.dumps(content | changes))).sha256
+        return loaded(json.dumps(content | changes)).sha256
 
     assert identity(truncation=None, post_processor=None, version="1.1") == identity()
     pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
@@ -164,23 +159,21 @@ def test_the_identity_depends_on_what_determines_ids_only():
         identity(added_tokens=content["added_tokens"][:1]),
         identity(added_tokens=[token | {"special": False} for token in content["added_tokens"]]),
         identity(pre_tokenizer=json.loads(pattern_tokenizer(PATTERNS["qwen"]))["pre_tokenizer"]),
-        load_tokenizer(TokenizerRecord("x.json", tokenizer_json=train_bpe([TEXT], 500))).sha256,
+        loaded(train_bpe([TEXT], 500)).sha256,
     ]
     assert len({identity(), *others}) == 6
 
 
 def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
     text = byte_tokenizer({END_OF_TEXT: 256})
-    for name, encoding in (("without", "utf-8"), ("with", "utf-8-sig")):
-        (tmp_path / f"{name}.json").write_text(text, encoding=encoding)
-    assert fetch_json(str(tmp_path / "with.json")) == fetch_json(str(tmp_path / "without.json"))
-    assert record_named(str(tmp_path / "with.json")).tokenizer_sha256
+    (tmp_path / "with.json").write_text(text, encoding="utf-8-sig")
+    assert fetch_json(str(tmp_path / "with.json")) == text
 
 
 def test_unused_ids_and_added_tokens_inside_the_vocabulary_are_accepted():
     content = json.loads(byte_tokenizer({END_OF_TEXT: 300, "<|a|>": 999}))
     content["model"]["vocab"][END_OF_TEXT] = 300  # as in GPT-2's file
-    ours = load_tokenizer(TokenizerRecord("x.json", tokenizer_json=json.dumps(content)))
+    ours = loaded(json.dumps(content))
     assert (ours.n_vocab, ours.document_id) == (1000, 300)
     assert ours.encode(f"a{END_OF_TEXT}") == list(f"a{END_OF_TEXT}".encode())
     assert ours.decode([97, 500, 999, 98]) == "a<|a|>b"
@@ -237,11 +230,8 @@ def test_what_cannot_be_converted_exactly_is_refused_in_one_line(change, problem
     with pytest.raises(UserError) as raised:
         from_json(change(), "x.json", is_known=False)
     message = str(raised.value)
-    assert message.startswith("x.json: ")
-    assert problem in message
-    assert "; expected byte-level BPE" in message
-    assert "\n" not in message
-    assert len(message) < 700
+    assert message.startswith("x.json: ") and problem in message
+    assert "; expected byte-level BPE" in message and "\n" not in message and len(message) < 700
 
 
 def test_an_exported_pattern_means_the_same_in_the_library():

@@ -12,13 +12,7 @@ from steadygpt.base.options import UserError
 from steadygpt.data.workers import RUN_AHEAD, map_in_order
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_results_come_in_order(num_workers):
-    pairs = list(map_in_order(operator.neg, range(100), num_workers))
-    assert pairs == [(number, -number) for number in range(100)]
-
-
-def test_only_a_few_items_are_in_memory_at_once():
+def test_results_come_in_order_and_only_a_few_items_are_in_memory_at_once():
     begun = count()
     results = map_in_order(operator.neg, (next(begun) for _ in range(10_000)), num_workers=2)
     for number in range(200):
