@@ -189,6 +189,11 @@ FLAGS: list[tuple] = [
     ("train --total_batch_size 72", "--total_batch_size is 72; expected a multiple of"),
     ("train --total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps cannot be combined"),
     ("train --mini_batch_size auto --total_batch_size 63", "--total_batch_size is 63; expected a multiple of"),
+    *((f"train --batch_ramp {ramp}", f"--batch_ramp {ramp}: expected ascending TOKENS from --context_length 16 to ")
+      for ramp in ("64:128", "48:256,32:512", "32:256,48:128", "32:128,32:256", "8:64")),
+    ("train --batch_ramp 32", "--batch_ramp is '32'; expected TOKENS:UNTIL,... in whole numbers"),
+    ("train --mini_batch_size 1 --batch_ramp 24:128",
+     "--batch_ramp is 24; expected a multiple of --context_length x processes"),
     ("generate --prompt a --prompt_file b", "give one of them"),
     ("look", "expected a folder of token shards, or --step N"),
     ("look data --step 1", "--step cannot be combined with FOLDER; drop one of them"),
@@ -213,7 +218,8 @@ FLAGS: list[tuple] = [
     ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
     ("convert_hf none.pt out.pt", "none.pt"),
     ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),
-    ("monitor_training none", "none: no run; found no status.json there or in its subfolders."),
+    ("monitor_training none",
+     "none: no run; found no status.json there or in its subfolders. Try the --checkpoint_dir of a run."),
     # TOML files.
     ("train --config bad.toml", "bad.toml: unknown argument '--num_layer'; did you mean", toml("num_layer = 4")),
     ("train --config bad.toml", "bad.toml: unknown argument '--n_layer'; use --num_layers", toml("n_layer = 4")),
@@ -306,11 +312,17 @@ CHECKPOINTS: list[tuple] = [
 
 
 @pytest.fixture
-def place(reference, standin, tmp_path, monkeypatch) -> Path:
-    """A working directory of its own with data/ and the finished run reference/."""
-    shutil.copytree(reference("--eval_freq", "4"), tmp_path / "here")
+def shared_place(reference, standin, monkeypatch) -> Path:
+    """A working directory with data/ and the finished run reference/, which other tests read."""
     monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0)
     monkeypatch.setattr(retry, "PATIENCE_S", 0)
+    return reference("--eval_freq", "4")
+
+
+@pytest.fixture
+def place(shared_place, tmp_path, monkeypatch) -> Path:
+    """A copy of it."""
+    shutil.copytree(shared_place, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
@@ -322,10 +334,11 @@ def contents() -> dict[Path, bytes | None]:
 
 
 @pytest.fixture
-def refuses(place, monkeypatch, capsys) -> Callable:
+def refuses(request, monkeypatch, capsys) -> Callable:
     """refuses(command, said, wrong) runs a command after wrong(), and checks its line, its status and all files."""
 
     def refuses(command: str, said: str, wrong: Callable = nothing) -> None:
+        request.getfixturevalue("shared_place" if wrong is nothing else "place")
         held = wrong()  # noqa: F841 (a lock, until the test ends)
         before = contents()
         program, *argv = shlex.split(command)
