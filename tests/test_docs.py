@@ -23,10 +23,6 @@ def text(page: str) -> str:
     return (REPO / page).read_text()
 
 
-def test_checkpoint_format_is_the_one_that_is_written():
-    assert f"| `format_version` | {FORMAT_VERSION};" in text("docs/checkpoints.md")
-
-
 def ratios(page: str) -> list[str]:
     """Return the ratios to nanoGPT in the tables of training and generation."""
     rows = re.findall(r"^\|.*\b(?:bf16|fp32)\b.*\|$", text(page), re.MULTILINE)
@@ -68,15 +64,12 @@ def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_n
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
 
 
-def test_the_version_is_the_same_everywhere():
+def test_format_version_and_address_are_the_same_everywhere():
+    assert f"| `format_version` | {FORMAT_VERSION};" in text("docs/checkpoints.md")
     assert f"\nversion: {__version__}\n" in text("CITATION.cff")
     assert f"\n## {__version__} (" in text("CHANGELOG.md")
-
-
-def test_the_address_of_the_repository_is_the_same_everywhere():
     [address] = re.findall(r"^repo_url: (\S+)$", text("mkdocs.yml"), re.MULTILINE)
-    pages = ["README.md", "pyproject.toml", "docs/index.md", "docs/install.md"]
-    for page in pages:
+    for page in ("README.md", "pyproject.toml", "docs/index.md", "docs/install.md"):
         assert set(re.findall(r"https://github\.com/[\w.-]+/steadygpt", text(page))) == {address}, page
 
 

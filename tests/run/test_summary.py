@@ -49,25 +49,18 @@ def test_summary_counts_skipped_updates(workdir, monkeypatch):
     assert "doing" not in read_status(workdir / "checkpoints")  # the run has ended
 
 
-def test_summary_of_a_resumed_run_has_its_whole_time_and_the_steps_of_this_start(workdir):
-    run_here("--max_steps", "3")
-    run_here("--resume", "latest", "--max_steps", "8")
-    assert re.fullmatch(
-        r"\d.* s in total; since this start .* s, .* of it training \(5 steps\)", summary(workdir)["time"]
-    )
-    assert all("since this start" in summary(workdir)[name] for name in ("speed", "memory", "saves"))
-    assert summary(workdir)["tokens"].startswith("512, ")
-
-
-def test_summary_has_the_bits_per_byte_of_a_validation_before_the_resume_if_they_were_recorded(workdir):
+def test_summary_of_a_resumed_run_has_its_whole_time_and_an_earlier_validation_with_its_bits_if_recorded(workdir):
     run_here("--eval_freq", "8", "--max_steps", "9", "--checkpoint_freq", "9")
     bits = metrics("logs", "val_bpb")[8]
-    run_here("--resume", "latest", "--max_steps", "10")
-    assert f" ({bits:.4f} bits per byte), best " in summary(workdir)["loss"]
+    run_here("--resume", "latest", "--max_steps", "11")
+    found = summary(workdir)
+    assert re.fullmatch(r"\d.* s in total; since this start .* s, .* of it training \(2 steps\)", found["time"])
+    assert all("since this start" in found[name] for name in ("speed", "memory", "saves"))
+    assert found["tokens"].startswith("704, ") and f" ({bits:.4f} bits per byte), best " in found["loss"]
     path = workdir / "checkpoints/evaluations.json"
     scores = json.loads(path.read_text())
     path.write_text(json.dumps({step: {"val_loss": found["val_loss"]} for step, found in scores.items()}))
-    run_here("--resume", "latest", "--max_steps", "11")
+    run_here("--resume", "latest", "--max_steps", "12")
     assert ", validation " in summary(workdir)["loss"] and "bits" not in summary(workdir)["loss"]
 
 
