@@ -70,9 +70,13 @@ def test_counted_bytes_are_those_that_pytorch_allocates(flags):
     assert counted == pytest.approx(allocated_bytes(config), rel=0.03)
 
 
-def test_checkpointed_blocks_keep_their_inputs_the_outputs_of_attention_and_for_each_head_a_number():
-    kept, _ = micro_step_bytes(dataclasses.replace(CONFIG, activation_checkpointing=True), MODEL.config, GPU)
-    assert kept == 12 * 16 * 1024 * (768 * 2 + 768 * 2 + 12 * 4)
+def test_blocks_keep_less_with_checkpointing_and_no_casts_of_weights_that_fsdp_gathers_in_bf16():
+    def kept(**changes) -> int:
+        return micro_step_bytes(dataclasses.replace(CONFIG, **changes), MODEL.config, GPU)[0]
+
+    # The blocks keep their inputs, attention's outputs and, for each head, a number.
+    assert kept(activation_checkpointing=True) == 12 * 16 * 1024 * (768 * 2 + 768 * 2 + 12 * 4)
+    assert kept() - kept(sharding="fsdp") == pytest.approx(2 * BLOCKS, rel=0.01)
 
 
 @pytest.mark.parametrize(("world_size", "changes", "expected"), [
