@@ -36,6 +36,9 @@ SHAPES += [
     {"norm": "rmsnorm", "qk_norm": True, "rotary_pct": 1.0, "activation": "swiglu", "bias": False, "num_kv_heads": 1},
 ]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.items())))
+LONGEST = max(map(len, VALUES.values()))
+MIXED = [{name: values[i % len(values)] for name, values in VALUES.items()} for i in range(LONGEST)]  # each value
+each_mixture = pytest.mark.parametrize("shape", [{}, *MIXED, *SHAPES[-2:]])
 
 
 def test_each_option_of_the_shape_has_values_here():
@@ -44,7 +47,7 @@ def test_each_option_of_the_shape_has_values_here():
     assert all(options <= {*VALUES[name], FIELDS[name].default} for name, options in choices.items())
 
 
-@each_shape
+@each_mixture
 def test_a_cache_computes_the_same(shape):
     model, tokens = small(**shape).eval(), ids(2, 12)
     cache = KVCache(model.config)
@@ -54,7 +57,7 @@ def test_a_cache_computes_the_same(shape):
     assert torch.allclose(torch.cat(found, 1), expected[:, 4:], atol=1e-5)
 
 
-@each_shape
+@each_mixture
 def test_endings_of_a_tree_are_scored_as_alone(shape):
     model, answers = small(**shape), [np.array([1, 2, 3, *ending]) for ending in ([4, 5], [6], [7, 8, 9])]
     [scores] = score(model, [Question(answers, [2, 1, 3], 0)], ALONE)
@@ -79,10 +82,10 @@ def assert_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> Non
     assert all(torch.allclose(one, other, atol=1e-5, rtol=1e-4) for one, other in zip(expected, found, strict=True))
 
 
-REDUCTIONS = [(shape, "mean") for shape in SHAPES] + [({"logit_softcap": 2.0}, "none"), ({"dropout": 0.1}, "scored")]
+REDUCTIONS = [({}, "mean"), *((shape, "mean") for shape in MIXED), ({"logit_softcap": 2.0}, "none"), ({}, "scored")]
 
 
-@pytest.mark.parametrize(("shape", "reduction"), REDUCTIONS, ids=str)
+@pytest.mark.parametrize(("shape", "reduction"), REDUCTIONS)
 def test_the_loss_in_chunks_and_with_recomputed_blocks_is_the_loss(shape, reduction):
     """Some of these chunks are smaller than others, and some contain only ignored targets."""
     expected = gradients(small(**shape), reduction)
@@ -92,10 +95,6 @@ def test_the_loss_in_chunks_and_with_recomputed_blocks_is_the_loss(shape, reduct
         for block in model.h:
             block.recompute = recompute
         assert_equal(expected, gradients(model, reduction))
-
-
-LONGEST = max(map(len, VALUES.values()))
-MIXED = [{name: values[i % len(values)] for name, values in VALUES.items()} for i in range(LONGEST)]  # each value
 
 
 def compare_shards() -> None:
@@ -115,7 +114,7 @@ def test_shards_on_two_ranks_compute_the_same():
     in_ranks(2, compare_shards)
 
 
-@each_shape
+@each_mixture
 def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
     model = GPT(dataclasses.replace(SMALL, **shape))
     roles = model.parameters_by_role()

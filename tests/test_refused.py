@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import HUB, TINY, load, run_here
-from harness import Run, folders, refusal, run_to_end
+from harness import Run, folders, refusal
 
 from steadygpt.base import retry
 from steadygpt.base.durable import lock_folder
@@ -190,6 +190,11 @@ FLAGS: list[tuple] = [
     ("train --total_batch_size 72", "--total_batch_size is 72; expected a multiple of"),
     ("train --total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps cannot be combined"),
     ("train --mini_batch_size auto --total_batch_size 63", "--total_batch_size is 63; expected a multiple of"),
+    *((f"train --batch_ramp {ramp}", f"--batch_ramp {ramp}: expected ascending TOKENS from --context_length 16 to ")
+      for ramp in ("64:128", "48:256,32:512", "32:256,48:128", "32:128,32:256", "8:64")),
+    ("train --batch_ramp 32", "--batch_ramp is '32'; expected TOKENS:UNTIL,... in whole numbers"),
+    ("train --mini_batch_size 1 --batch_ramp 24:128",
+     "--batch_ramp is 24; expected a multiple of --context_length x processes"),
     ("generate --prompt a --prompt_file b", "give one of them"),
     ("look", "expected a folder of token shards, or --step N"),
     ("look data --step 1", "--step cannot be combined with FOLDER; drop one of them"),
@@ -215,7 +220,8 @@ FLAGS: list[tuple] = [
     ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
     ("convert_hf none.pt out.pt", "none.pt"),
     ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),
-    ("monitor_training none", "none: no run; found no status.json there or in its subfolders."),
+    ("monitor_training none",
+     "none: no run; found no status.json there or in its subfolders. Try the --checkpoint_dir of a run."),
     # TOML files.
     ("train --config bad.toml", "bad.toml: unknown argument '--num_layer'; did you mean", toml("num_layer = 4")),
     ("train --config bad.toml", "bad.toml: unknown argument '--n_layer'; use --num_layers", toml("n_layer = 4")),
@@ -310,11 +316,17 @@ CHECKPOINTS: list[tuple] = [
 
 
 @pytest.fixture
-def place(reference, standin, tmp_path, monkeypatch) -> Path:
-    """A working directory of its own with data/ and the finished run reference/."""
-    shutil.copytree(reference("--eval_freq", "4"), tmp_path / "here")
+def shared_place(reference, standin, monkeypatch) -> Path:
+    """A working directory with data/ and the finished run reference/, which other tests read."""
     monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0)
     monkeypatch.setattr(retry, "PATIENCE_S", 0)
+    return reference("--eval_freq", "4")
+
+
+@pytest.fixture
+def place(shared_place, tmp_path, monkeypatch) -> Path:
+    """A copy of it."""
+    shutil.copytree(shared_place, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
@@ -326,10 +338,11 @@ def contents() -> dict[Path, bytes | None]:
 
 
 @pytest.fixture
-def refuses(place, monkeypatch, capsys) -> Callable:
+def refuses(request, monkeypatch, capsys) -> Callable:
     """refuses(command, said, wrong) runs a command after wrong(), and checks its line, its status and all files."""
 
     def refuses(command: str, said: str, wrong: Callable = nothing) -> None:
+        request.getfixturevalue("shared_place" if wrong is nothing else "place")
         held = wrong()  # noqa: F841 (a lock, until the test ends)
         before = contents()
         program, *argv = shlex.split(command)
@@ -393,19 +406,17 @@ def test_a_long_value_is_refused_within_a_second():
     assert time.process_time() - before_s < 1
 
 
-def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
+def test_a_second_trainer_in_the_same_folder_is_refused(workdir, capsys):
     first = Run("--max_steps", "100000", *folders("run"))
     first.wait_for(r"^step +3/")
-    pid = first.ranks[0].pid
-    assert f"run/ckpt: in use by process {pid} on" in refusal(*folders("run"), "--resume")
-    other = run_to_end("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other")
+    with pytest.raises(UserError, match=f"run/ckpt: in use by process {first.ranks[0].pid} on"):
+        run_here(*folders("run"), "--resume")
+    assert run_here("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other") == 0
     name = "other, with its logs in run/logs/other, because runs/other or run/logs belongs to another run"
-    assert f"name         {name}" in other
+    assert f"name         {name}" in capsys.readouterr().out
     first.kill()
     # The kernel releases the lock of a killed process.
-    second = Run("--max_steps", "100000", *folders("run"), "--resume", "auto")
-    second.wait_for(r"^step +\d+/")
-    second.kill()
+    assert run_here("--max_steps", "100000", "--max_hours", "1e-9", *folders("run"), "--resume", "auto") == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Exit statuses of commands."""
+"""Exit statuses of commands, and spellings of their options."""
 
 import os
 import subprocess
@@ -11,73 +11,89 @@ from conftest import REPO
 import prepare_dataset
 import train
 from steadygpt import __version__, git_commit
-from steadygpt.base.options import UserError, option, parse_options
+from steadygpt.base import options
+from steadygpt.base.options import RankError, UserError, option, parse_options, run_cli
+
+
+@pytest.fixture
+def ending(monkeypatch, capsys):
+    """Return a function that runs a command in this process; it returns the exit status and what was printed."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(options.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which Ctrl-C replaces
+
+    def run(end: int | BaseException | None, **environment: str) -> tuple[int, str, str]:
+        def main() -> int | None:
+            print("printed")
+            if isinstance(end, BaseException):
+                raise end
+            return end
+
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            run_cli(main)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 def run(program: str, **environment: str) -> tuple[int, str, str]:
-    """Run a program that has run_cli and the errors; return its exit status and what it printed."""
+    """Run a program that has run_cli, in a process of its own."""
     words = [sys.executable, "-c", f"from steadygpt.base.options import *\n{program}"]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=REPO, env=os.environ | environment, timeout=30)
     return ended.returncode, ended.stdout, ended.stderr
 
 
-ENDINGS = {
-    "result": ("return 3", 3, ""),
-    "no result": ("pass", 0, ""),
-    "user error": ("raise UserError('wrong; expected right')", 2, "error: wrong; expected right\n"),
-    "values with control characters": (r"raise UserError('\x1b[2J: a\nb')", 2, "error: \\x1b[2J: a\\nb\n"),
-    "a path that cannot be": (
-        "os.stat('x' * 5000)",
-        2,
-        f"error: {'x' * 5000}: File name too long; change its permissions, or give another path\n",
-    ),
-    "a path without access": (
-        "raise PermissionError(13, 'Permission denied', 'data/a')",
-        2,
-        "error: data/a: Permission denied; change its permissions, or give another path\n",
-    ),
-    "Ctrl-C": ("raise KeyboardInterrupt", 130, ""),
-    "Ctrl-C in a constructor": (
-        "class Half:\n  def __init__(self): raise KeyboardInterrupt\n  def __del__(self): self.missing\n Half()",
-        130,
-        "",
-    ),
-}
+LONG = "x" * 5000
 
 
-@pytest.mark.parametrize("body, status, stderr", ENDINGS.values(), ids=ENDINGS)
-def test_command_ends_with_its_exit_status_and_at_most_one_line(body, status, stderr):
-    assert run(f"def main():\n print('printed')\n {body}\nrun_cli(main)") == (status, "printed\n", stderr)
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}], ids=str)
+@pytest.mark.parametrize(("end", "status", "stderr"), [
+    (3, 3, ""),
+    (None, 0, ""),
+    (UserError("wrong; expected right"), 2, "error: wrong; expected right\n"),
+    (UserError("\x1b[2J: a\nb"), 2, "error: \\x1b[2J: a\\nb\n"),
+    (OSError(36, "File name too long", LONG), 2,
+     f"error: {LONG}: File name too long; change its permissions, or give another path\n"),
+    (PermissionError(13, "Permission denied", "data/a"), 2,
+     "error: data/a: Permission denied; change its permissions, or give another path\n"),
+    (KeyboardInterrupt(), 130, ""),
+], ids=lambda value: repr(value)[:40])  # fmt: skip
+def test_a_command_ends_with_its_exit_status_and_at_most_one_line(ending, environment, end, status, stderr):
+    assert ending(end, **environment) == (status, "printed\n", stderr)
 
 
-@pytest.mark.parametrize("name", ["result", "user error", "Ctrl-C"])
-def test_a_rank_ends_with_the_same_exit_status_and_line(name):
-    body, status, stderr = ENDINGS[name]
-    program = f"def main():\n print('printed')\n {body}\nrun_cli(main)"
-    assert run(program, RANK="0") == (status, "printed\n", stderr)
-
-
-@pytest.mark.parametrize("raised", ["OSError(5, 'Input/output error', 'data/a')", "PermissionError(13, 'denied')"])
-def test_other_errors_of_the_system_keep_their_traceback(raised):
-    status, _, stderr = run(f"def main():\n raise {raised}\nrun_cli(main)")
+@pytest.mark.parametrize("raised", [OSError(5, "Input/output error", "data/a"), PermissionError(13, "denied")])
+def test_other_errors_of_the_system_keep_their_traceback(ending, raised):
+    status, _, stderr = ending(raised)
     assert status == 1 and stderr.startswith("Traceback")
 
 
-@dataclass(frozen=True)
-class Copy:
-    mirror: str = option("", "", no_password=True)
+def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(ending):
+    rank_1 = {"RANK": "1", "LOCAL_RANK": "1"}
+    assert ending(UserError("no memory"), LOCAL_RANK="1")[2] == "error: no memory\n"  # without torchrun
+    assert ending(RankError("no memory"), **rank_1) == (2, "printed\n", "error: no memory\n")
+    assert ending(UserError("no memory"), **rank_1) == (2, "printed\n", "")
 
 
-@pytest.mark.parametrize("url", ["s3://key:sec/ret@bucket/run", "ftp://me:@host", "zip://a::sftp://me:pw@host/a"])
-def test_a_password_in_a_url_is_refused_and_not_repeated(url):
-    with pytest.raises(UserError, match=r"--mirror is a URL with a password.*GOOGLE_APPLICATION_CREDENTIALS") as raised:
-        parse_options(Copy, ["--mirror", url], "")
-    assert "@" not in str(raised.value) and "sec" not in str(raised.value)
+def test_ctrl_c_in_a_constructor_prints_nothing():
+    half = (
+        "class Half:\n  def __init__(self): raise KeyboardInterrupt\n  def __del__(self): self.missing\nrun_cli(Half)"
+    )
+    assert run(half) == (130, "", "")
 
 
-@pytest.mark.parametrize("url", ["sftp://me@host/run", "http://host:8080/a@b", "abfs://a@b.net:443/c", "/mnt/a:b@c"])
-def test_a_url_without_a_password_is_accepted(url):
-    assert parse_options(Copy, ["--mirror", url], "").mirror == url
+def test_a_rank_exits_without_interpreter_shutdown():
+    """Gloo threads outlive FSDP; one that takes the GIL during shutdown would end a finished run with SIGABRT.
+
+    After an error, shutting down NCCL could wait for the other ranks.
+    """
+    program = "import atexit\natexit.register(os.abort)\nrun_cli(lambda: {})".format
+    assert run(program(0))[0] == -6
+    assert run(program(0), RANK="1")[0] == 0
+    status, _, stderr = run(program("1 / 0"), RANK="1")
+    assert status == 1 and stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_characters_that_the_encoding_of_the_terminal_lacks_are_escaped():
@@ -97,41 +113,26 @@ def test_a_pipe_that_closes_before_the_last_lines_is_no_error():
 class Watch:
     folder: str = option("here", "", positional=True)
     once: bool = option(False, "")
+    mirror: str = option("", "", no_password=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--once there", Watch("there", True)),
-        ("there --once", Watch("there", True)),
-        ("--once off there", Watch("there", False)),
-        ("--once", Watch(once=True)),
-    ],
-)
-def test_argument_behind_a_switch_is_not_its_value(words, expected):
+@pytest.mark.parametrize("url", ["s3://key:sec/ret@bucket/run", "ftp://me:@host", "zip://a::sftp://me:pw@host/a"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(url):
+    with pytest.raises(UserError, match=r"--mirror is a URL with a password.*GOOGLE_APPLICATION_CREDENTIALS") as raised:
+        parse_options(Watch, ["--mirror", url], "")
+    assert "@" not in str(raised.value) and "sec" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--once there", Watch("there", True)),
+    ("there --once", Watch("there", True)),
+    ("--once off there", Watch("there", False)),
+    ("--once", Watch(once=True)),
+    *((f"--mirror {url}", Watch(mirror=url)) for url in (
+        "sftp://me@host/run", "http://host:8080/a@b", "abfs://a@b.net:443/c", "/mnt/a:b@c")),
+])  # fmt: skip
+def test_an_argument_behind_a_switch_is_not_its_value_and_a_url_without_a_password_is_accepted(words, expected):
     assert parse_options(Watch, words.split(), "") == expected
-
-
-def test_rank_exits_without_interpreter_shutdown():
-    """Gloo threads outlive FSDP; one that takes the GIL during shutdown would end a finished run with SIGABRT."""
-    program = "import atexit\natexit.register(os.abort)\nrun_cli(lambda: 0)"
-    assert run(program)[0] == -6
-    assert run(program, RANK="1")[0] == 0
-
-
-def test_a_rank_that_raises_leaves_at_once():
-    """Shutting down NCCL could wait for the other ranks."""
-    program = "import atexit\natexit.register(time.sleep, 60)\nrun_cli(lambda: 1 / 0)"
-    status, _, stderr = run(program, RANK="1")
-    assert status == 1
-    assert stderr.endswith("ZeroDivisionError: division by zero\n")
-
-
-@pytest.mark.parametrize(("kind", "printed"), [("RankError", "error: no memory\n"), ("UserError", "")])
-def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(kind, printed):
-    program = f"def main():\n raise {kind}('no memory')\nrun_cli(main)"
-    assert run(program, RANK="1", LOCAL_RANK="1") == (2, "", printed)
-    assert run(program, LOCAL_RANK="1") == (2, "", "error: no memory\n")  # left behind, without torchrun
 
 
 @pytest.mark.parametrize("main", [train.main, prepare_dataset.main])

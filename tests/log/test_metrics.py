@@ -99,7 +99,7 @@ def test_logs_are_found_after_a_move_of_the_project_or_of_the_checkpoints_alone(
     assert owner(tmp_path) == ""
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path, monkeypatch, seed):
     pd, rng = pytest.importorskip("pandas"), random.Random(seed)
     monkeypatch.chdir(tmp_path)

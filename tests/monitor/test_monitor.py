@@ -368,11 +368,6 @@ def test_once_prints_the_view_and_tells_by_its_status_whether_the_run_is_well(tm
     assert "next: ./resume_training.sh" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"none: no run; found no status.json .* Try the --checkpoint_dir of a run\.$"):
-        monitor_training.main([str(tmp_path / "none")])
-
-
 @pytest.mark.parametrize(("leave", "status"), [("q", 0), ("\x03", 0), (signal.SIGTERM, 143)])
 def test_live_view_leaves_the_terminal_as_it_was(tmp_path, leave, status):
     command = [sys.executable, monitor_training.__file__, str(write_run(tmp_path)), "--interval_s", "0.1"]

@@ -122,7 +122,7 @@ def test_unknown_device_shows_a_well_known_gpu(precision):
 
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
-    monkeypatch.setattr("steadygpt.run.plan.choose_precision", lambda *_: ("fp32", ""))
+    monkeypatch.setattr(forecasts, "choose_precision", lambda *_: ("fp32", ""))
     run_here("--dry_run", "--precision", "auto")
     assert " of the peak in bf16: " in capsys.readouterr().out
     run_here("--dry_run", "--precision", "fp32")
@@ -149,6 +149,6 @@ def test_evaluations_of_a_preset_cost_at_most_3_percent(preset, tmp_path, monkey
     """Of training on one process, on FineWeb-Edu where the preset does not say how long it trains."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(forecasts, "estimate_memory", lambda *_: ({}, {}))  # which takes most of the time of a plan
-    train.main(["--config", preset, "--device", "cpu", "--steps_per_epoch", "18795", "--dry_run"])
+    train.main(["--config", preset, *"--device cpu --precision bf16 --steps_per_epoch 18795 --dry_run".split()])
     share = re.search(r"([\d.]+)% for evaluation", capsys.readouterr().out)[1]
     assert 0.5 <= float(share) <= 3

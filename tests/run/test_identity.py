@@ -47,7 +47,7 @@ STORIES: dict[str, tuple[str, Logs, str]] = {
         f"{CURVES} --mirror $URL\nmv one x\n{TWICE}",
         {"logs-one": ("aaa", range(7)), "there/logs": ("aaa", range(7))}, ""),
     "a moved folder with logs in it": (
-        f"{FIRST} --logdir one/logs\nmv one x\nresume_on_2_ranks x --max_steps 6",
+        f"{FIRST} --logdir one/logs\nmv one x\nresume x --max_steps 6",
         {"x/logs": ("aa", range(6))}, ""),
     "a moved project": (
         f"{FIRST}\nmkdir y; mv one logs-one y\nresume y/one --max_steps 6",

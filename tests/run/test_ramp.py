@@ -1,6 +1,5 @@
 """--batch_ramp: the rows of each step, on other ranks, after a resume and in a replay."""
 
-import pytest
 from conftest import load, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +8,6 @@ from test_train import folders
 import replay
 import train
 from look import find_step
-from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.run import starts
 from steadygpt.run.schedule import Schedule
@@ -38,33 +36,25 @@ def test_steps_follow_one_another(stages, row, steps):
     assert found.steps_between(row, end) == steps
 
 
-def test_a_ramp_has_smaller_steps_and_the_run_as_many_tokens_as_without(workdir, capsys):
+def test_a_ramp_has_smaller_steps_the_run_as_many_tokens_as_without_and_a_replay_the_same(workdir, capsys, monkeypatch):
     found = config(batch_ramp=RAMP)
     assert [found.row_after(step) for step in range(11)] == FIRST_ROWS
-    assert run_here("--batch_ramp", RAMP, "--mini_batch_size", "1", *folders("a")) == 0
+    for module in (starts, replay):
+        monkeypatch.setattr(module, "git_commit", lambda: "c0ffee")
+    flags = ("--batch_ramp", RAMP, "--mini_batch_size", "1", "--dropout", "0.1", "--checkpoint_freq", "2")
+    assert run_here(*flags, *folders("a")) == 0
     assert load("a/latest.pt")["step"] == 11 and load("a/latest.pt")["rows_consumed"] == 33  # whole steps
     plan = capsys.readouterr().out
     assert "11, each of 32 up to token 128, then 48 up to token 256, then 64 tokens (1 row x " in plan
     for step, first in enumerate(FIRST_ROWS):
         assert find_step(load("a/latest.pt"), "a", step)[1] == range(first, [*FIRST_ROWS, 33][step + 1])
+    assert replay.main(["--steps", "2:10", "--checkpoint_dir", "a", "--device", "cpu"]) == 0
 
 
 def test_the_cool_down_is_a_part_of_the_tokens():
     schedule = Schedule(config(batch_ramp=RAMP, schedule="wsd", cooldown=0.5))
     assert schedule.decay_start == 7  # the first step from row 16 on
     assert Schedule(config(schedule="wsd", cooldown=0.5)).decay_start == 11 - 6
-
-
-@pytest.fixture(autouse=True)
-def committed(monkeypatch):
-    for module in (starts, replay):
-        monkeypatch.setattr(module, "git_commit", lambda: "c0ffee")
-
-
-def test_a_run_with_a_ramp_is_replayed(workdir):
-    flags = ("--batch_ramp", RAMP, "--mini_batch_size", "1", "--dropout", "0.1", "--checkpoint_freq", "2")
-    assert run_here(*flags, *folders("a")) == 0
-    assert replay.main(["--steps", "2:10", "--checkpoint_dir", "a", "--device", "cpu"]) == 0
 
 
 def test_a_ramp_that_a_resume_adds_keeps_the_tokens_of_the_run(workdir, capsys):
@@ -82,13 +72,3 @@ def test_a_divergence_in_a_ramp_goes_back_to_the_step_before_it(workdir):
     assert run_here(*flags, "--max_bad_steps", "3", "--grad_clip", "0", *folders("a")) == 1
     saved = load("a/latest.pt")
     assert saved["rows_consumed"] == FIRST_ROWS[saved["step"]]
-
-
-@pytest.mark.parametrize("ramp", ["64:128", "48:256,32:512", "32:256,48:128", "32:128,32:256", "8:64"])
-def test_a_ramp_that_is_none_is_refused(workdir, ramp):
-    with pytest.raises(UserError, match=f"--batch_ramp {ramp}: expected ascending TOKENS from --context_length 16 to"):
-        run_here("--batch_ramp", ramp)
-    with pytest.raises(UserError, match=r"--batch_ramp is '32'; expected TOKENS:UNTIL,\.\.\. in whole numbers"):
-        run_here("--batch_ramp", "32")
-    with pytest.raises(UserError, match="--batch_ramp is 24; expected a multiple of --context_length x processes"):
-        run_here("--batch_ramp", "24:128", "--mini_batch_size", "1")
