@@ -282,18 +282,14 @@ def test_index_that_is_lost_or_cannot_be_read_is_an_error(tmp_path, problem):
     assert files(tmp_path, "*") == before
 
 
-WRONG_URLS = {
-    "one slash": ("s3:/bucket/run", "expected a URL such as s3://bucket/run"),
-    "no name": ("s3://", "expected a URL such as s3://bucket/run"),
-    "relative path": ("mirror", "or an absolute path"),
-    "wildcard": ("s3://bucket/run[1]", "expected a URL such as s3://bucket/run"),
-    "unknown protocol": ("nowhere://bucket/run", "Protocol not known"),
-    "no bucket": ("s3://no-such-bucket/run", "s3://no-such-bucket/run"),
-    "not a folder": ("file:///dev/null/run", "/dev/null"),
-}
+EXPECTED = "expected a URL such as s3://bucket/run"
 
 
-@pytest.mark.parametrize(("url", "message"), WRONG_URLS.values(), ids=WRONG_URLS)
+@pytest.mark.parametrize(("url", "message"), [
+    ("s3:/bucket/run", EXPECTED), ("s3://", EXPECTED), ("s3://bucket/run[1]", EXPECTED),
+    ("mirror", "or an absolute path"), ("nowhere://bucket/run", "Protocol not known"),
+    ("s3://no-such-bucket/run", "s3://no-such-bucket/run"), ("file:///dev/null/run", "/dev/null"),
+])  # fmt: skip
 def test_wrong_url_is_reported_before_training(workdir, s3, url, message):
     with pytest.raises(UserError, match=message):
         run_here("--mirror", url)
@@ -580,13 +576,6 @@ def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(url, capsys):
     assert upload_manager.main(["upload-all"]) == 0
     assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
     assert upload_manager.main(["list"]) == upload_manager.main(["list", "checkpoints"]) == 0
-
-
-def test_a_mirror_that_nothing_names_and_a_name_that_nothing_takes_are_errors(workdir):
-    with pytest.raises(UserError, match=r"--mirror is missing, and checkpoints/run\.json names none"):
-        upload_manager.main(["list"])
-    with pytest.raises(UserError, match="upload-all best: expected no name"):
-        upload_manager.main(["upload-all", "best"])
 
 
 def test_a_folder_of_another_user_is_not_uploaded(url):

@@ -226,7 +226,7 @@ def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(flags, out, cach
 def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
     """As a user types it; threads that were alive at the exit used to abort it (status 134)."""
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *OF_HUB.split(), "--tokenizer", "bytes"]
-    for mode in ([], ["--streaming"]):
+    for mode in (["--streaming"], [])[:times]:  # outside the fault storm, one of them
         for _ in range(times):
             done = subprocess.run([*command, "--text_field", "txt", *mode], capture_output=True, text=True)
             assert done.returncode == 2, done.stderr
