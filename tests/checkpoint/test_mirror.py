@@ -32,6 +32,8 @@ from steadygpt.config import TrainConfig
 sys.path.insert(0, str(REPO / "scripts"))
 import upload_manager
 
+storm = pytest.mark.storm
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -204,22 +206,15 @@ def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
 # faults of the store
 
 
-def fault(name: str, match: str, *marks, **how):
-    return pytest.param(match, how, id=name, marks=marks)
-
-
-FAULTS = [
-    fault("the checkpoint refused", "PUT .*/step_", pytest.mark.storm, status=403),
-    fault("the connection reset", "PUT .*/step_", drop_after=0),
-    fault("cut off half-way", "PUT .*/step_", pytest.mark.storm, drop_after=1000),
-    fault("server errors", "(PUT|POST) ", status=500),
-    fault("slow down", "(PUT|POST) ", pytest.mark.storm, status=503),
-    fault("the index refused", "PUT .*index.json", status=403),
-    fault("credentials that expire", "PUT|GET", pytest.mark.storm, status=403),
-]
-
-
-@pytest.mark.parametrize(("match", "fault"), FAULTS)
+@pytest.mark.parametrize(("match", "fault"), [
+    pytest.param("PUT .*/step_", {"drop_after": 0}, id="the connection reset"),
+    pytest.param("(PUT|POST) ", {"status": 500}, id="server errors"),
+    pytest.param("PUT .*index.json", {"status": 403}, id="the index refused"),
+    pytest.param("PUT .*/step_", {"status": 403}, id="the checkpoint refused", marks=storm),
+    pytest.param("PUT .*/step_", {"drop_after": 1000}, id="cut off half-way", marks=storm),
+    pytest.param("(PUT|POST) ", {"status": 503}, id="slow down", marks=storm),
+    pytest.param("PUT|GET", {"status": 403}, id="credentials that expire", marks=storm),
+])  # fmt: skip
 def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
     saver.roll(1)
@@ -399,9 +394,7 @@ def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(url, capsys,
     assert resumed(capsys) == "resumed      from one/latest.pt at step 4"
 
 
-@pytest.mark.parametrize(
-    "how", [*(pytest.param(h, marks=pytest.mark.storm) for h in ("missing", "truncated")), "one bit"]
-)
+@pytest.mark.parametrize("how", ["one bit", *(pytest.param(how, marks=storm) for how in ("missing", "truncated"))])
 def test_restore_skips_checkpoints_that_are_not_whole(url, capsys, how):
     tell(FIRST)
     latest = Path("there", Mirror(url).index().checkpoints["latest.pt"].file)
