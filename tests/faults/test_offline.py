@@ -70,7 +70,7 @@ def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
 
 @pytest.mark.parametrize(("program", "flags", "words"), [
     ("prepare_dataset", "--source text.txt --tokenizer r50k_base", r"'r50k_base' could not be .*--tokenizer bytes"),
-    ("prepare_dataset", "--source hf:some/corpus --tokenizer bytes", r"some/corpus: no answer \(.*then run this again"),
+    ("prepare_dataset", "--source hf:some/corpus --tokenizer bytes", r"hf:some/corpus: no answer \(.*then run this"),
     ("train", "--init_from gpt2 --data_dir data", "gpt2.*network"),
 ])  # fmt: skip
 def test_commands_that_need_a_download_are_refused(program, flags, words, failing_network):
