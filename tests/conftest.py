@@ -1,6 +1,7 @@
 """Shared helpers: shards with 257 token ids, a model of a few thousand parameters, train.py as a user starts it."""
 
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -37,7 +38,8 @@ from steadygpt.run import memory
 # and resume a run in one process and second.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 REPO = Path(__file__).resolve().parent.parent
-DEVICE = "STEADYGPT_TEST_DEVICE"  # --device as an environment variable, for processes that import this file again
+# Environment variables, for processes that import this file again: --device, and the folder of count_once().
+DEVICE, COUNTED = "STEADYGPT_TEST_DEVICE", "STEADYGPT_TEST_COUNTED"
 
 
 def tiny_flags(device: str) -> list[str]:
@@ -74,6 +76,7 @@ def pytest_configure(config) -> None:
     # Set before huggingface_hub reads them.
     os.environ |= {"HF_ENDPOINT": HUB.start(), "HF_HOME": cache.name, "HF_HUB_DISABLE_XET": "1"}
     os.environ["XDG_STATE_HOME"] = cache.name
+    os.environ[COUNTED] = cache.name
     os.environ["WANDB_MODE"] = "offline"
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
         os.environ.pop(name, None)
@@ -183,19 +186,19 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
 
 
-COUNTED: dict[str, tuple[int, int]] = {}
-COUNTED_WITH = (  # the options that micro_step_bytes reads, beside the shape
-    "activation_checkpointing", "compile", "context_length", "loss_chunk_size", "mini_batch_size", "precision",
-    "sharding",
-)  # fmt: skip
-
-
 def count_once(config, *about, count=memory.micro_step_bytes) -> tuple[int, int]:
-    """Return micro_step_bytes(), which takes twice as long as all else in a run of eight steps."""
-    key = repr((about, [getattr(config, name) for name in COUNTED_WITH]))
-    if key not in COUNTED:
-        COUNTED[key] = count(config, *about)
-    return COUNTED[key]
+    """Return micro_step_bytes(), which takes twice as long as all else in a run of eight steps.
+
+    It depends on few options. The processes of a test session share what they have counted.
+    """
+    names = "activation_checkpointing compile context_length loss_chunk_size mini_batch_size precision sharding"
+    config = TrainConfig(**{name: getattr(config, name) for name in names.split()})
+    path = Path(os.environ[COUNTED], hashlib.sha256(repr((config, about)).encode()).hexdigest())
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(count(config, *about), file)
+        os.replace(file.name, path)
+    return tuple(json.loads(path.read_text()))
 
 
 memory.micro_step_bytes = count_once

@@ -1,12 +1,10 @@
 """--deterministic: the order of its sums, and what it depends on; faults/test_equal.py compares runs."""
 
-import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_ranks, load, run_here
+from conftest import load, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -75,19 +73,6 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, monkeypatch, capsys):
     assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
     assert f"threads      {threads + 1} -> {threads}, as before" in capsys.readouterr().out
     assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads
-    assert refused("--deterministic", "--sharding", "fsdp").startswith("--deterministic needs --sharding ddp")
-
-
-def three_are_refused(folder: Path) -> None:
-    os.chdir(folder)
-    with pytest.raises(
-        UserError, match="--deterministic: a step has 4 micro-batches, so expected 1, 2 or 4 processes; found 3"
-    ):
-        run_here(*FOUR)
-
-
-def test_a_number_of_processes_that_does_not_divide_the_step_is_refused(workdir):
-    in_ranks(3, three_are_refused, workdir)
 
 
 def test_virtual_ranks_are_a_power_of_two_that_divides_the_micro_batches():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import HUB, TINY, load, run_here
 from harness import Run, folders, refusal
 
@@ -94,6 +95,18 @@ def unreadable() -> None:
     """Put a folder in the place of the newest checkpoint, which fails as a damaged disk does."""
     (RUN / "latest.pt").unlink()
     (RUN / "latest.pt").mkdir()
+
+
+def links() -> None:
+    """Make links to nothing and to themselves."""
+    Path("gone").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    Path("links").mkdir()
+    Path("links/latest.pt").symlink_to("../nowhere/latest.pt")
+
+
+def second() -> None:
+    shutil.copytree(RUN, "second")
 
 
 def no_data() -> None:
@@ -187,6 +200,8 @@ FLAGS: list[tuple] = [
     ("train --shard_size 2", "--shard_size needs --sharding fsdp"),
     ("train --skip_spikes --spike_z 0", "--skip_spikes needs a --spike_z above 0"),
     ("train --precision fp8 --context_length 200", "--precision fp8 needs --context_length 16 * N"),
+    ("train --optimizer muon --max_lr 0 --min_lr 0", "--optimizer muon needs a --max_lr above 0"),
+    ("train --deterministic --sharding fsdp", "--deterministic needs --sharding ddp"),
     ("train --total_batch_size 72", "--total_batch_size is 72; expected a multiple of"),
     ("train --total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps cannot be combined"),
     ("train --mini_batch_size auto --total_batch_size 63", "--total_batch_size is 63; expected a multiple of"),
@@ -203,6 +218,9 @@ FLAGS: list[tuple] = [
     ("look checkpoints --step 1", "--step cannot be combined with FOLDER"),
     ("look --step 1 --seed 3", "--seed cannot be combined with --step"),
     # Files and folders that are missing or hold something else.
+    ("train --checkpoint_dir a\udcff", "'a\\udcff': not valid utf-8"),
+    *((f"train --{flags}", f"cannot write to {flags[-4:]}: a file, or a link to nothing", links) for flags in (
+        "checkpoint_dir gone", "checkpoint_dir loop", "checkpoint_dir data --logdir loop")),
     ("train --config no-such-preset", "--config no-such-preset: no such file or preset; expected a .toml file (see "),
     (f"look {'x' * 300}", "File name too long; change its permissions, or give another path"),
     ("train --config train.yaml", "expected a .toml file (see docs/from-other-trainers.md) or one of: gpt-neox-1.2b"),
@@ -283,6 +301,10 @@ SHARDS: list[tuple] = [
 CHECKPOINTS: list[tuple] = [
     ("train --resume", "no checkpoints in checkpoints"),
     ("train --resume lates", "--resume lates: no such file"),
+    ("train --resume data", "no checkpoints in data; try another --checkpoint_dir"),
+    ("train --resume weights.pt", "format_version is None", lambda: torch.save({"weight": 0}, "weights.pt")),
+    ("upload_manager list", "--mirror is missing, and checkpoints/run.json names none"),
+    ("upload_manager upload-all best", "upload-all best: expected no name"),
     ("train --list_checkpoints", "no checkpoints in checkpoints; try another"),
     ("look --step 1", "no checkpoints in checkpoints; try another --checkpoint_dir"),
     (f"train {OF_RUN}",
@@ -293,7 +315,16 @@ CHECKPOINTS: list[tuple] = [
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
     (f"replay {OF_RUN} --step 8", "no step 8 to replay: the newest checkpoint is of step 8; choose earlier steps"),
     (f"replay {OF_RUN} --steps 4:9", "no step 9 to replay: the newest checkpoint is of step 8"),
+    (f"train {OF_RUN} --resume second/latest.pt", f"{RUN} already holds checkpoints", second),
+    *((f"train --checkpoint_dir links --resume {which}",
+       "links: all checkpoints are corrupt: links/latest.pt: no such checkpoint", links)
+      for which in ("latest", "auto")),
+    (f"train {OF_RUN} --resume loop", "/loop: no such file; expected latest, auto", links),
     # Changes that a resume does not accept.
+    (f"{RESUME} --optimizer muon", "--optimizer is 'muon', but the checkpoint was trained with 'adamw'"),
+    (f"{RESUME} --config bad.toml", "--seed is 5, but the checkpoint was trained with 1337; drop the option, or start "
+     "a new run in another --checkpoint_dir", toml("seed = 5")),
+    (f"{RESUME} --allow_changes --min_lr 5e-3", "--min_lr 0.005 is above --max_lr 0.001"),
     (f"{RESUME} --num_layers 3", "--num_layers is 3, but the checkpoint was trained with 2; drop"),
     (f"{RESUME} --seed 3", "--seed is 3, but the checkpoint was trained with 1337"),
     (f"{RESUME} --tokenizer gpt2", "--tokenizer is 'gpt2', but the checkpoint was trained with 'bytes'; drop"),
@@ -382,6 +413,9 @@ def test_checkpoints_that_do_not_fit_and_changes_on_resume_are_refused(refuses, 
 @pytest.mark.parametrize(("flags", "said", "ranks"), [
     ("--num_layer 3", "did you mean --num_layers?", 1),
     ("--config none.toml", "--config none.toml: no such file or preset", 1),
+    ("--total_batch_size 72", "--total_batch_size is 72; expected a multiple of", 2),
+    ("--deterministic --mini_batch_size 1",
+     "--deterministic: a step has 4 micro-batches, so expected 1, 2 or 4 processes; found 3", 3),
     ("--data_dir none", "no train shards in none", 2),
     ("--resume", "no checkpoints in checkpoints", 2),
     (f"--checkpoint_dir {'x' * 300}", "File name too long: ", 1),

@@ -8,12 +8,14 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import chdir, redirect_stdout, suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import MODERN, TINY, in_ranks, load, metrics, need_gpus, run_here, write_data
+from injected import acting_here, do_in_step
 
 import replay
 import train
@@ -94,21 +96,20 @@ def saved(count: int, last: int) -> str:
     return f"{counted(count, 'checkpoint')} up to step {last}: equal, bit for bit"
 
 
+class Killed(Exception): ...
+
+
+def kill(rank: int, step: int) -> None:
+    def killing() -> None:
+        raise Killed
+
+    do_in_step(step, killing, rank)
+
+
 def killed_before(step: int, *flags: str) -> None:
     """Train until just before a step, without a last save."""
-    take_step = train.train_step
-
-    def train_step(run, batches):
-        if run.state.step == step:
-            raise ArithmeticError
-        return take_step(run, batches)
-
-    train.train_step = train_step
-    try:
-        with suppress(ArithmeticError):
-            run_here(*flags)
-    finally:
-        train.train_step = take_step
+    with acting_here(partial(kill, step=step)), suppress(Killed):
+        run_here(*flags)
 
 
 def rewrite(path: str, change) -> None:
@@ -123,17 +124,7 @@ def rewrite(path: str, change) -> None:
 # equal
 
 
-def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint(replayed, past):
-    past("--dropout", "0.1", *EVERY_2, killed=5)
-    assert replayed("--steps", "0:8") == (0, [
-        f"steps 0 to 3: {AS_RECORDED}", repeated(0, 4), f"steps 4 to 7: {AS_RECORDED}", repeated(4, 4), saved(4, 8)
-    ])  # fmt: skip
-    # From the checkpoint before the step.
-    assert replayed("--step", "3")[1] == [f"steps 2 to 3: {AS_RECORDED}", repeated(2, 2), saved(1, 4)]
-    assert replayed("--step", "6")[1][-1] == repeated(6, 1)
-
-
-def test_a_replay_holds_one_model_at_a_time(replayed, past, monkeypatch):
+def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint_with_one_model_at_a_time(replayed, past, monkeypatch):
     past("--dropout", "0.1", *EVERY_2, killed=5)
     models, build = [], replay.build
 
@@ -143,9 +134,15 @@ def test_a_replay_holds_one_model_at_a_time(replayed, past, monkeypatch):
         models.append(weakref.ref(run.model))
         return run
 
-    monkeypatch.setattr(replay, "build", build_one)
-    assert replayed("--steps", "0:8")[0] == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(replay, "build", build_one)
+        assert replayed("--steps", "0:8") == (0, [
+            f"steps 0 to 3: {AS_RECORDED}", repeated(0, 4), f"steps 4 to 7: {AS_RECORDED}", repeated(4, 4), saved(4, 8)
+        ])  # fmt: skip
     assert len(models) == 2
+    # From the checkpoint before the step.
+    assert replayed("--step", "3")[1] == [f"steps 2 to 3: {AS_RECORDED}", repeated(2, 2), saved(1, 4)]
+    assert replayed("--step", "6")[1][-1] == repeated(6, 1)
 
 
 def test_a_run_whose_options_batch_and_mixture_changed_is_replayed_across_the_changes(replayed, workdir):
@@ -162,19 +159,15 @@ def test_a_run_whose_options_batch_and_mixture_changed_is_replayed_across_the_ch
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "flags", [[*MODERN, "--precision", "bf16", "--dropout", "0.1", "--schedule", "cosine"], ["--precision", "fp16"]]
-)
-def test_other_models_and_precisions_are_replayed(replayed, flags):
+@pytest.mark.parametrize("flags", [
+    [*MODERN, "--precision", "bf16", "--dropout", "0.1", "--schedule", "cosine"], ["--precision", "fp16"],
+    ["--max_lr", "1e30", "--grad_clip", "0", "--max_bad_steps", "0"],
+], ids=["modern", "fp16", "infinite losses"])  # fmt: skip
+def test_other_models_precisions_and_bad_steps_are_replayed(replayed, flags):
     assert run_here(*flags, *EVERY_2) == 0
+    assert (None in metrics("logs", "loss").values()) == ("1e30" in flags)
     status, lines = replayed("--steps", "2:7")
     assert (status, lines[1:]) == (0, [repeated(2, 6), saved(3, 8)])
-
-
-def test_steps_without_a_finite_loss_are_replayed(replayed):
-    assert run_here("--max_lr", "1e30", "--grad_clip", "0", "--max_bad_steps", "0", *EVERY_2) == 0
-    assert None in metrics("logs", "loss").values()
-    assert replayed("--steps", "0:8")[1][1:] == [repeated(0, 8), saved(4, 8)]
 
 
 def test_steps_that_a_run_has_undone_are_not_compared(replayed):

@@ -87,11 +87,18 @@ def test_presets_are_listed_from_the_smallest_to_the_largest():
     assert found["gpt2"] == "GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB"
 
 
-def test_flags_answer_their_questions(session):
-    session.type()
-    given = "--config test --data_dir data --checkpoint_dir c --no_use_tensorboard".split()
-    assert start_training.flags_of_run(given) == ["--logdir=logs/c", *given]
-    assert start_training.flags_of_run(["--resume", "best"]) == ["--resume", "best"]
+@pytest.mark.parametrize(("given", "answers", "found"), [
+    ("--config test --data_dir data --checkpoint_dir c --no_use_tensorboard", [],
+     "--logdir=logs/c --config test --data_dir data --checkpoint_dir c --no_use_tensorboard"),
+    ("--resume best", [], "--resume best"),
+    ("--config test", [""], "--data_dir=data --checkpoint_dir=checkpoints/test-3 --logdir=logs/test-3 "
+     "--use_tensorboard=on --config test"),
+])  # fmt: skip
+def test_flags_answer_their_questions_and_a_new_run_gets_folders_without_another_run(session, given, answers, found):
+    Path("checkpoints/test").mkdir(parents=True)
+    Path("logs/test-2").mkdir(parents=True)
+    session.type(*answers)
+    assert shlex.join(start_training.flags_of_run(given.split())) == found
 
 
 def test_a_resumed_run_asks_nothing_and_its_output_goes_to_its_own_logs(session):
@@ -110,13 +117,6 @@ def test_yes_accepts_every_default(session, capsys, monkeypatch):
     assert "number or name [quickstart]: quickstart\n" in capsys.readouterr().out
     [(words, _, _)] = session.started
     assert "--config quickstart --data_dir=data --checkpoint_dir=checkpoints/quickstart" in shlex.join(words)
-
-
-def test_a_new_run_gets_folders_without_another_run(session):
-    Path("checkpoints/test").mkdir(parents=True)
-    Path("logs/test-2").mkdir(parents=True)
-    session.type("")
-    assert "--checkpoint_dir=checkpoints/test-3" in start_training.flags_of_run(["--config", "test"])
 
 
 def test_data_is_found_with_its_tokens(session, capsys):
@@ -146,18 +146,17 @@ def test_without_data_the_standard_library_is_offered(session, monkeypatch, caps
     assert len(session.ran) == 2
 
 
-def test_processes(session, monkeypatch):
-    config, _ = parse_args([])
-    assert start_training.command_of(config, ["-v"]) == [sys.executable, str(REPO / "train.py"), "-v"]
-    monkeypatch.setattr(start_training, "GPUS", 4)
-    torchrun, *rest = start_training.command_of(config, [])
-    assert Path(torchrun).name == "torchrun"
-    assert rest == ["--standalone", "--nproc_per_node=4", str(REPO / "train.py")]
-    assert len(start_training.command_of(parse_args(["--device", "cpu"])[0], [])) == 2
-    monkeypatch.setenv("NPROC", "2")
-    assert "--nproc_per_node=2" in start_training.command_of(config, [])
-    monkeypatch.setenv("NPROC", "1")
-    assert len(start_training.command_of(config, [])) == 2
+@pytest.mark.parametrize(("gpus", "nproc", "flags", "processes"), [
+    (0, "", [], 0), (4, "", [], 4), (4, "", ["--device", "cpu"], 0), (4, "2", [], 2), (4, "1", [], 0),
+])  # fmt: skip
+def test_processes(session, monkeypatch, gpus, nproc, flags, processes):
+    monkeypatch.setattr(start_training, "GPUS", gpus)
+    if nproc:
+        monkeypatch.setenv("NPROC", nproc)
+    program, *words = start_training.command_of(parse_args(flags)[0], ["-v"])
+    expected = ["--standalone", f"--nproc_per_node={processes}"] if processes else []
+    assert Path(program).name == ("torchrun" if processes else Path(sys.executable).name)
+    assert words == [*expected, str(REPO / "train.py"), "-v"]
 
 
 @pytest.mark.parametrize("answers", [(), ("test", "", "n")])

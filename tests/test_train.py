@@ -10,28 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    FSDP,
-    MODERN,
-    command,
-    load,
-    metrics,
-    run_here,
-    write_data,
-    write_examples,
-)
-from harness import Run
+from conftest import FSDP, MODERN, load, metrics, run_here, write_data, write_examples
+from stories import own_folders as folders
 
 import train
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
-
-
-def folders(name: str) -> tuple[str, ...]:
-    """Return the flags that name the folders of a run."""
-    return "--checkpoint_dir", name, "--logdir", f"logs-{name}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,26 +145,6 @@ def test_hellaswag_runs_during_training(workdir):
     assert json.loads(Path("a/evaluations.json").read_text()) == {str(step): measured[step] for step in (4, 8)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# errors, dry runs, shards without a manifest
-
-
-def fails(*flags: str) -> str:
-    """Run train.py in this process; return the message of its UserError."""
-    with pytest.raises(UserError) as raised:
-        run_here(*flags)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
-
-
-def test_user_error_under_torchrun_is_printed_once(workdir):
-    words = command("--total_batch_size", "72", processes=2)
-    failed = Run(*words[words.index("--standalone") :], program="torch.distributed.run", tiny=())
-    assert failed.wait() != [0]
-    assert len([line for line in failed.text().splitlines() if line.startswith("error: ")]) == 1
-
-
 def test_shards_of_other_tools_need_no_manifest(workdir):
     (workdir / "nano").mkdir()
     for split in ("train", "val"):
@@ -189,7 +155,7 @@ def test_shards_of_other_tools_need_no_manifest(workdir):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# schedule
+# time and memory
 
 
 @pytest.mark.parametrize(("flags", "warmup"), [
@@ -207,8 +173,8 @@ def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup,
 def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatch):
     validate = train.validate
     monkeypatch.setattr(train, "validate", lambda *args: time.sleep(1) or validate(*args))
-    assert run_here("--eval_freq", "4", *folders("a")) == 0
-    assert metrics("logs-a", "step_ms")[4] < 1000
+    assert run_here("--eval_freq", "4", "--max_steps", "5") == 0
+    assert metrics("logs", "step_ms")[4] < 1000
 
 
 def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):
@@ -220,5 +186,5 @@ def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):
 
     monkeypatch.setattr(train.parallel, "shard", shard)
     with pytest.raises(UserError, match="seen"):
-        run_here(*FSDP, *folders("a"))
+        run_here(*FSDP)
     assert built == ["meta"]

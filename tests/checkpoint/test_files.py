@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_content, run_here
+from conftest import run_content
 from injected import fail_reads
 
 from model import GPT, GPTConfig
@@ -353,19 +353,6 @@ def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, 
     with pytest.raises(UserError, match=f"^{re.escape(f'{file}: {problem}')}"):
         find_checkpoint(file, tmp_path)
     assert names(tmp_path) == [file]
-
-
-@pytest.mark.parametrize(("which", "problem"), [
-    ("weights.pt", "format_version is None"),
-    ("hf", "no checkpoints in hf; try another --checkpoint_dir"),
-    ("missing.pt", "no such file"),
-])  # fmt: skip
-def test_a_start_from_no_checkpoint_is_refused_and_leaves_no_files(workdir, which, problem):
-    torch.save(RUN["model"], "weights.pt")
-    Path("hf").mkdir()
-    with pytest.raises(UserError, match=problem):
-        run_here("--resume", which)
-    assert not {"checkpoints", "logs"} & {*names(".")}
 
 
 def test_table_runs_no_code_of_a_file(tmp_path):

@@ -234,19 +234,6 @@ def test_going_back_forgets_the_evaluations_after_the_checkpoint(writer, tmp_pat
 # runs that cannot save, and starts that may not
 
 
-def test_the_last_save_is_repeated_under_all_of_its_names(workdir, monkeypatch):
-    real, failures = torch.save, [no_space]
-
-    def fail_once_at_the_end(content, file):
-        save = failures.pop() if content["step"] == 8 and failures else real
-        save(content, file)
-
-    monkeypatch.setattr(torch, "save", fail_once_at_the_end)
-    assert run_here("--max_steps", "0", "--num_epochs", "2", "--steps_per_epoch", "4", "--checkpoint_freq", "8") == 0
-    found = {name for name, step in steps("checkpoints").items() if step == 8}
-    assert found == {"latest.pt", "rolling_step_000008.pt", "epoch_00002.pt"}
-
-
 def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", no_space)

@@ -15,7 +15,7 @@ from harness import Run, assert_resumes, continue_here, folders
 from injected import signal_at
 
 
-@pytest.mark.parametrize(("steps", "freq"), [(400, 10), pytest.param(5000, 25, marks=pytest.mark.storm)])
+@pytest.mark.parametrize(("steps", "freq"), [(200, 10), pytest.param(5000, 25, marks=pytest.mark.storm)])
 def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
     """Compare the two halves of the run after its first fifth; shards in the page cache are not counted."""
     flags = ("--max_steps", str(steps), "--checkpoint_freq", str(freq), "--total_batch_size", "32", "--log_freq", "100")
@@ -32,7 +32,7 @@ def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
     while run.is_alive() and f"saved step {steps - freq} as" not in run.text():
         with contextlib.suppress(FileNotFoundError):  # the process has just ended
             samples.append(used())
-        time.sleep(0.02)
+        time.sleep(0.01)
     assert run.wait() == [0]
     early, late = (np.max(half, axis=0) for half in np.array_split(samples, 2))
     assert len(samples) > 50

@@ -23,13 +23,9 @@ FLAGS = (
 ).split()
 # The checkpoints of a run stopped after 9 steps, in the order in which --resume latest tries them, with their steps.
 ORDER = {
-    "latest.pt": 9,
-    "rolling_step_000008.pt": 8,
-    "latest_backup.pt": 8,
-    "epoch_00002.pt": 8,
-    "rolling_step_000006.pt": 6,
-    "epoch_00001.pt": 4,
-}
+    "latest.pt": 9, "rolling_step_000008.pt": 8, "latest_backup.pt": 8, "epoch_00002.pt": 8,
+    "rolling_step_000006.pt": 6, "epoch_00001.pt": 4,
+}  # fmt: skip
 DAMAGE = ("one bit", "truncated", "empty", "zeros")
 
 
@@ -52,14 +48,10 @@ def content(name: str) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize(
-    ("count", "how"),
-    [
-        pytest.param(count, how, marks=() if count % len(DAMAGE) == kind else pytest.mark.storm)
-        for count in range(1, len(ORDER))
-        for kind, how in enumerate(DAMAGE)
-    ],
-)
+@pytest.mark.parametrize(("count", "how"), [
+    pytest.param(count, how, marks=() if count % len(DAMAGE) == kind else pytest.mark.storm)
+    for count in range(1, len(ORDER)) for kind, how in enumerate(DAMAGE)
+])  # fmt: skip
 def test_resume_skips_damaged_files_in_order(copied_run, capsys, how, count):
     name, folder = copied_run
     damaged, next_file = list(ORDER)[:count], list(ORDER)[count]

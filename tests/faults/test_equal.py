@@ -114,6 +114,12 @@ TWELVE = ("--deterministic", "--total_batch_size", "384", "--eval_freq", "4", *M
 RAMP = (*FOUR, "--total_batch_size", "128", "--batch_ramp", "32:96,64:256", "--eval_tokens", "32")
 
 
+def audits(what: str, ranks: int, *recipe: str, storm: bool = True):
+    """A row of a run that computes some work twice, beside the run that does not."""
+    recipe = ("--total_batch_size", "256", *recipe)
+    return row(f"audits, {what}", recipe, end("--audit_steps", "2", ranks=ranks), of=[end(ranks=ranks)], storm=storm)
+
+
 def read_late(rank: int) -> None:
     """Read the results of a step while the next one runs, as on CUDA."""
     train.Results = lambda *args, real=train.Results: real(*args[:-2], 1, args[-1])
@@ -159,6 +165,12 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
     row("three micro-batches on each of 4 ranks, modern", TWELVE, end(ranks=4)),
     row("batch ramp on 2 ranks and 1", RAMP, stop(4, ranks=2), end()),
     row("bf16 on 2 ranks and 4", (*FOUR, "--precision", "bf16"), stop(3, ranks=2), end(ranks=4), storm=True),
+    audits("one process", 1, *MODERN),
+    audits("deterministic", 2, "--deterministic", "--dropout", "0.1", storm=False),
+    audits("fsdp", 2, *FSDP, "--dropout", "0.1"),
+    audits("hybrid", 4, *FSDP, "--shard_size", "2"),
+    audits("fp16", 2, "--precision", "fp16"),
+    audits("bf16, compiled", 2, "--precision", "bf16", "--compile", "on"),
     row("8 ranks", (*FOUR, "--total_batch_size", "128"), end(ranks=8), storm=True),
 ])  # fmt: skip
 def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, recipe, starts, of):

@@ -36,7 +36,7 @@ def save_in_progress(name: str, since_ns: int) -> bool:
 
 RAMP = ("--total_batch_size", "256", "--batch_ramp", "64:3200,128:12800", "--schedule", "wsd")
 # The last step of each part, and its mixture: a source comes back, and one is new.
-ONE_MIXTURE = (("--max_steps", "100", "--data_dir", "data"),)
+ONE_MIXTURE, SHORT_PART = ((("--max_steps", steps, "--data_dir", "data"),) for steps in ("100", "40"))
 CHANGES_TWICE = tuple(
     ("--max_steps", last, "--mix", mix, "--allow_changes")
     for last, mix in (("30", "a:7,b:3"), ("60", "b:1,c:1"), ("100", "a:1,b:4,c:2"))
@@ -120,7 +120,7 @@ def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "
 
 
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [
-    case(3, "1 rank", run_on(1), id="a few", fast=True),
+    case(3, "1 rank", run_on(1), SHORT_PART, id="a few", fast=True),
     case(35, "1 rank", run_on(1)),
     case(35, "1 rank", run_on(1, *MODERN), id="1 rank, modern"),
     case(15, "2 ranks", run_on(2)),

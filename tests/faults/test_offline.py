@@ -68,21 +68,12 @@ def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
     assert "finished after 8 steps" in text
 
 
-@pytest.mark.parametrize(
-    ("program", "flags", "words"),
-    [
-        ("prepare_dataset", "--source text.txt --tokenizer r50k_base", r"'r50k_base' could not be .*--tokenizer bytes"),
-        (
-            "prepare_dataset",
-            "--source hf:some/corpus --tokenizer bytes",
-            r"hf:some/corpus: no answer \(.*then run this again",
-        ),
-        ("train", "--init_from gpt2 --data_dir data", "gpt2.*network"),
-    ],
-)
+@pytest.mark.parametrize(("program", "flags", "words"), [
+    ("prepare_dataset", "--source text.txt --tokenizer r50k_base", r"'r50k_base' could not be .*--tokenizer bytes"),
+    ("prepare_dataset", "--source hf:some/corpus --tokenizer bytes", r"hf:some/corpus: no answer \(.*then run this"),
+    ("train", "--init_from gpt2 --data_dir data", "gpt2.*network"),
+])  # fmt: skip
 def test_commands_that_need_a_download_are_refused(program, flags, words, failing_network):
     Path("text.txt").write_text("some text")
-    message = refusal(
-        *flags.split(), program=program, tiny=TINY if program == "train" else (), faults=[failing_network]
-    )
-    assert re.search(words, message)
+    tiny = TINY if program == "train" else ()
+    assert re.search(words, refusal(*flags.split(), program=program, tiny=tiny, faults=[failing_network]))

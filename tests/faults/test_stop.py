@@ -60,10 +60,9 @@ def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, name, moment):
     assert_resumes(folder, *FLAGS, ranks=ranks, measured=measured)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["SIGTERM", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"))],
-)
+@pytest.mark.parametrize("name", [
+    "SIGTERM", *(pytest.param(name, marks=pytest.mark.storm) for name in ("SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")),
+])  # fmt: skip
 def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     number, folder = getattr(signal, name), f"{name} before training"
     run = Run(*folders(folder), faults=[pause_before_training])
@@ -100,18 +99,13 @@ def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize(
-    ("send", "reason"),
-    [
-        pytest.param(to_agent("SIGKILL"), "SIGTERM", id="kill -9 of torchrun"),
-        pytest.param(to_the_group_twice, "SIGINT", id="Ctrl-C twice"),
-        pytest.param(to_agent("SIGTERM"), "SIGTERM", id="SIGTERM to torchrun"),
-        pytest.param(to_agent("SIGINT"), "SIGINT", id="SIGINT to torchrun"),
-        pytest.param(to_agent("SIGUSR1"), "SIGTERM", id="SIGUSR1 to torchrun"),
-        pytest.param(to_agent("SIGHUP"), "SIGHUP", id="SIGHUP to torchrun"),
-        pytest.param(to_a_worker, "SIGUSR1", id="SIGUSR1 to a worker"),
-    ],
-)
+@pytest.mark.parametrize(("send", "reason"), [
+    pytest.param(to_agent("SIGKILL"), "SIGTERM", id="kill -9 of torchrun"),
+    pytest.param(to_the_group_twice, "SIGINT", id="Ctrl-C twice"),
+    pytest.param(to_a_worker, "SIGUSR1", id="SIGUSR1 to a worker"),
+    *(pytest.param(to_agent(name), reason, id=f"{name} to torchrun") for name, reason in (
+        ("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM"), ("SIGHUP", "SIGHUP"))),
+])  # fmt: skip
 def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     """Let the workers save and exit, whether torchrun forwards the signal or is killed by it."""
     reference(*LONG_STEP, ranks=2)
@@ -131,14 +125,10 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
 # a rank that was killed, failed or hangs
 
 
-@pytest.mark.parametrize(
-    ("how", "rank"),
-    [
-        pytest.param(how, rank, marks=() if (how, rank) == ("kill -9", 1) else pytest.mark.storm)
-        for how in ("kill -9", "an exception", "SIGSTOP")
-        for rank in (0, 1)
-    ],
-)
+@pytest.mark.parametrize(("how", "rank"), [
+    pytest.param(how, rank, marks=() if (how, rank) == ("kill -9", 1) else pytest.mark.storm)
+    for how, rank in product(("kill -9", "an exception", "SIGSTOP"), (0, 1))
+])  # fmt: skip
 def test_a_lost_rank_ends_the_run_and_it_can_be_resumed(reference, how, rank):
     reference(*FLAGS, ranks=2)
     name, moment = f"{how} of {rank}", "last step of an epoch"  # step 9; step 6 has been saved

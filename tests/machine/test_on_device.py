@@ -4,21 +4,15 @@ The reference is the same model in fp64 on the CPU, so the tests can also fail t
 """
 
 import dataclasses
-import json
 import os
-import re
-import signal
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, FSDP, in_ranks, load, metrics, options_in
-from harness import Run, assert_equals_reference, folders, run_to_end
-from injected import bad_numbers
-from test_divergence import assert_finite, assert_update_skipped
+from conftest import DEVICE, FSDP, in_ranks, metrics, options_in
+from harness import Run, folders, run_to_end
 
 import hellaswag_eval as scores
 from generate import generate
@@ -35,7 +29,6 @@ ROTARY = {"rotary_pct": 1.0, "qk_norm": True, "bias": False, "tied_head": False}
 NANOCHAT = ROTARY | {"norm": "rmsnorm_no_weight", "activation": "relu2", "logit_softcap": 15.0}
 QWEN3 = ROTARY | {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 1, "head_dim": 32}
 families = pytest.mark.parametrize("family", [{}, NEOX, NANOCHAT, QWEN3], ids=["gpt2", "gpt_neox", "nanochat", "qwen3"])
-DROPOUT = ("--dropout", "0.1")
 
 
 @pytest.fixture
@@ -210,7 +203,7 @@ def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# whole runs
+# whole runs; those that are killed, stopped or skip bad steps are in test_kill.py, test_stop.py and test_divergence.py
 
 
 @pytest.fixture
@@ -228,45 +221,6 @@ def test_run_with_default_precision_and_compile_learns(workdir, device):
     losses, memory_gb = metrics("run/logs", "loss"), metrics("run/logs", "memory_gb")
     assert losses[29] < losses[0] - 0.5
     assert all(0 < used < 200 for used in memory_gb.values())
-
-
-def test_run_that_is_killed_and_resumed_repeats_every_bit(workdir, whole_run):
-    flags = ("--deterministic", *DROPOUT, "--max_steps", "100", "--checkpoint_freq", "10")
-    run_to_end(*flags, *folders("reference"))
-    run = Run(*flags, *folders("killed"))
-    run.wait_for(r"^saved step 20 as")
-    run.kill()
-    assert "finished" not in run.text()
-    run_to_end(*flags, *folders("killed"), "--resume", "latest")
-    assert_equals_reference("killed")
-
-
-def test_run_that_is_stopped_saves_and_resumes(workdir, whole_run):
-    flags = ("--max_steps", "100000", *DROPOUT)
-    run = Run(*flags, *folders("run"))
-    run.wait_for(r"^step +5/")
-    run.signal(signal.SIGTERM)
-    assert run.wait() == [0], run.text()
-    status = json.loads(Path("run/ckpt/status.json").read_text())
-    assert (status["status"], status["reason"]) == ("stopped", "SIGTERM")
-    step = load("run/ckpt/latest.pt")["step"]
-    assert step == status["step"] > 5
-    text = run_to_end(*folders("run"), "--resume", "latest", "--max_steps", str(step + 2), "--allow_changes")
-    assert f"resumed      from run/ckpt/latest.pt at step {step}" in text
-    assert list(metrics("run/logs", "loss")) == list(range(step + 2))
-
-
-def test_run_skips_bad_steps_and_stops_before_too_many(workdir, whole_run):
-    """Compare the weights and Adam's moments and step counts before and after step 3."""
-    flags = ("--max_steps", "12", "--checkpoint_freq", "1", "--keep_checkpoints", "99", "--max_bad_steps", "3")
-    fault = partial(bad_numbers, [3, *range(7, 12)], "nan gradient", 0)
-    run = Run(*flags, *DROPOUT, *folders("run"), faults=[fault])
-    assert run.wait() == [1], run.text()
-    assert re.search(r"^warning: step 3: loss \S+, gradient norm \S+; its update was skipped", run.text(), re.M)
-    assert_update_skipped("run", 3, 4)
-    assert_finite("run")
-    assert load("run/ckpt/latest.pt")["step"] == 7
-    run_to_end("--max_steps", "12", *DROPOUT, *folders("run"), "--resume", "latest")
 
 
 def test_run_moves_between_the_device_and_the_cpu(workdir, whole_run, device):
