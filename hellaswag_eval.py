@@ -230,11 +230,17 @@ class Suite:
     questions: list[Question]  # of all tasks
 
     @classmethod
-    def of(cls, name: str, tasks: Sequence[Task], tokenizer: Tokenizer, context_length: int, ranks: Ranks) -> "Suite":
-        """Tokenize tasks, on all ranks together."""
+    def load(cls, name: str, place: str, limit: int | None, tokenizer: Tokenizer, length: int, ranks: Ranks) -> "Suite":
+        """Load and tokenize at most `limit` examples of each task, on all ranks together.
+
+        Args:
+            place: file of HellaSwag, or folder of CORE.
+            length: of the context of the model.
+        """
+        tasks = ranks.from_main(partial(load_core if name == CORE else load_hellaswag, place, limit))
         asked = [(task, number) for task in tasks for number in range(len(task.rows))]
         mine = asked[ranks.rank :: ranks.world_size]
-        parts = ranks.gather(ranks.on_each(lambda: [tokenize(*one, tokenizer, context_length) for one in mine]))
+        parts = ranks.gather(ranks.on_each(lambda: [tokenize(*one, tokenizer, length) for one in mine]))
         return cls(name, tasks, [parts[n % len(parts)][n // len(parts)] for n in range(len(asked))])
 
     def scored(
@@ -271,13 +277,11 @@ def load_suites(
     suites, how = list[tuple[int, Suite]](), (tokenizer, config.context_length, ranks)
     if config.hellaswag_freq:
         try:
-            tasks = ranks.from_main(partial(load_hellaswag, config.hellaswag_file))
-            suites.append((config.hellaswag_freq, Suite.of(HELLASWAG, tasks, *how)))
+            suites.append((config.hellaswag_freq, Suite.load(HELLASWAG, config.hellaswag_file, None, *how)))
         except UserError as error:
             warn(f"no HellaSwag in this run: {error}")
     if config.core_freq:
-        tasks = ranks.from_main(partial(load_core, config.core_dir, config.core_examples or None))
-        suites.append((config.core_freq, Suite.of(CORE, tasks, *how)))
+        suites.append((config.core_freq, Suite.load(CORE, config.core_dir, config.core_examples or None, *how)))
     return suites
 
 
@@ -300,11 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
         sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
         precision, _ = ranks.broadcast(choose_precision(options.precision, ranks.device, *sizes))
-        load, place = (
-            (load_core, options.core_dir) if options.tasks == CORE else (load_hellaswag, options.hellaswag_file)
-        )
-        tasks = ranks.from_main(partial(load, place, options.limit))
-        suite = Suite.of(options.tasks, tasks, tokenizer, model.config.context_length, ranks)
+        place = options.core_dir if options.tasks == CORE else options.hellaswag_file
+        suite = Suite.load(options.tasks, place, options.limit, tokenizer, model.config.context_length, ranks)
         with autocast(ranks.device, precision):
             _, text = suite.scored(model, ranks, progress=ranks.is_main)
         if ranks.is_main:

@@ -140,13 +140,14 @@ def main() -> None:
     with joined("auto") as ranks, tempfile.TemporaryDirectory() as made, evaluating(model.to(ranks.device)):
         if not args.core_dir:
             write_bundle(Path(made), args.rows)
-        tasks = load_core(str(args.core_dir or made), args.rows)
+        folder = str(args.core_dir or made)
+        tasks = load_core(folder, args.rows)
         view = TheirView(model, tokenizer)
         answers = {}
 
         def ours() -> float:
             begun = time.perf_counter()
-            suite = Suite.of(CORE, tasks, tokenizer, model.config.context_length, ranks)
+            suite = Suite.load(CORE, folder, args.rows, tokenizer, model.config.context_length, ranks)
             answers["ours"] = right_answers(suite.questions, score(model, suite.questions, ranks))[1].tolist()
             return len(answers["ours"]) / (time.perf_counter() - begun)
 

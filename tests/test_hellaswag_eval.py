@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -308,18 +309,21 @@ def test_a_run_scores_core_and_keeps_the_figures(workdir, capsys):
 
 def test_ranks_tokenize_a_part_each(tmp_path):
     write_bundle(tmp_path, rows=12)
-    tasks, parts = load_core(str(tmp_path))[:2], []
+    parts = []
 
     @dataclass(frozen=True)
     class Rank(Ranks):
-        def on_each(self, compute):
+        def from_main(self, compute):
             return compute()
+
+        on_each = from_main
 
         def gather(self, value):
             parts.append(value)
             return [*parts, *[value] * (self.world_size - len(parts))]
 
-    *_, last = [Suite.of("core", tasks, BYTES, 160, Rank(CPU.device, rank=n, world_size=3)) for n in range(3)]
-    for one, other in zip(last.questions, Suite.of("core", tasks, BYTES, 160, CPU).questions, strict=True):
+    load = partial(Suite.load, "core", str(tmp_path), 11, BYTES, 160)
+    *_, last = [load(Rank(CPU.device, rank=n, world_size=3)) for n in range(3)]
+    for one, other in zip(last.questions, load(CPU).questions, strict=True):
         assert all(np.array_equal(*pair) for pair in zip(one.answers, other.answers, strict=True))
-    assert [*map(len, parts)] == [8, 8, 8]
+    assert [*map(len, parts)] == [81, 81, 80]
