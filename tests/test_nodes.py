@@ -16,11 +16,14 @@ import torch
 from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here, write_data
 from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
 
+import prepare_dataset
 import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
 from steadygpt.config import parse_args
 from steadygpt.data.shards import check_listing
+from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer_json import to_json
 from steadygpt.machine.ranks import StopSignal, joined
 from steadygpt.run.data import find_data
 from steadygpt.run.history import check_other_machines, open_history
@@ -281,6 +284,19 @@ def test_training_does_not_mix_the_data_of_two_nodes(workdir):
         write_data(workdir / f"node{seed}/data", seed=seed)
     in_ranks(2, train_on_other_data)
     assert not Path("node0/checkpoints/latest.pt").exists()
+
+
+def test_the_tokenizer_of_node_0_counts_on_all_nodes(workdir):
+    """Another tokenizer.json on node 1 changes nothing: its ranks get that of rank 0."""
+    Path("text.txt").write_text("some words and more of them " * 400)
+    for node in ("node0", "node1"):
+        flags = ["--tokenizer", "bpe:270", "--out", f"{node}/data", "--num_workers", "1", "--val_tokens", "100"]
+        assert prepare_dataset.main(["--source", "text.txt", *flags]) == 0
+    for name in ("same", "other"):
+        in_ranks(2, train_on_node, "--data_dir", "data", "--eval_freq", "4", *folders(name))
+        Path("node1/data/tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
+    same, other = (metrics(f"node0/{name}/logs", "val_bpb") for name in ("same", "other"))
+    assert same == other and len(same) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
