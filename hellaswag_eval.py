@@ -38,7 +38,7 @@ TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
 # Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
 # rms error of 0.0045 to 0.0082.
 ROUNDING = 0.02
-ROUNDING_OF_LEAD = 0.1  # the same of a logit's lead over all others
+ROUNDING_OF_LEAD = 0.1  # of a logit's lead over all others; rms errors of 0.004 to 0.005 with 3 and 16 M parameters
 
 
 # ---------------------------------------------------------------------------------------------------------------------
