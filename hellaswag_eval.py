@@ -142,9 +142,12 @@ def score_batch(model: nn.Module, batch: Sequence[Question], device: torch.devic
     same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     mask = same.tril()[:, None]  # (B, 1, width, width)
     scores = model(inputs, targets, reduction="scored", positions=positions, mask=mask).float().cpu()
-    parts = iter(scores.split([*chain.from_iterable(question.scored for question in batch)]))
-    of_answers = [[next(parts) for _ in question.answers] for question in batch]
-    return [[(of[:, 0].sum().item(), min(of[:, 1].tolist(), default=0.0)) for of in some] for some in of_answers]
+    losses, leads = scores.T.contiguous()
+    counts = [*chain.from_iterable(question.scored for question in batch)]
+    sums = [part.sum().item() for part in losses.split(counts)]
+    least = [min(part.tolist(), default=0.0) for part in leads.split(counts)]
+    found = zip(sums, least, strict=True)
+    return [[next(found) for _ in question.answers] for question in batch]
 
 
 def score(
