@@ -28,6 +28,7 @@ def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
 
 
 SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
+    "core_speed": "--rows 11 --rounds 1 --size 1 1 8",
     "cast": "--data {tmp}/cast.json --plot {tmp}/cast.svg",
     "growth": "--only seed validation ranks --ranks 16",
     "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
