@@ -101,10 +101,13 @@ def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int)
         if task.kind == GREEDY:
             del answers[0], scored[0]
     surplus = max(0, *(len(ids) - limit for ids in answers)) if task.kind == HELLASWAG else 0
-    kept = [ids[min(surplus, len(ids) - n - 1) :][-limit:] for ids, n in zip(answers, scored, strict=True)]
-    # The first token has no prediction. Of equal answers rounding could prefer the later one, which is not scored.
-    firsts = {ids.tobytes(): n for n, ids in reversed([*enumerate(kept)])}
-    scored = [min(scored[n], len(ids) - 1) * (firsts[ids.tobytes()] == n) for n, ids in enumerate(kept)]
+    kept = [ids[max(0, min(surplus, len(ids) - n - 1)) :][-limit:] for ids, n in zip(answers, scored, strict=True)]
+    # The first token has no prediction; a continuation that begins with it is not scored, as in nanochat.
+    most = [len(ids) - 1 if task.kind == HELLASWAG or n < len(ids) else 0 for ids, n in zip(kept, scored, strict=True)]
+    scored = [*map(min, scored, most)]
+    # Of equal answers rounding could prefer the later one, which is not scored.
+    keys = [(ids.tobytes(), n) for ids, n in zip(kept, scored, strict=True)]
+    scored = [n * (keys.index(key) == at) for at, (n, key) in enumerate(zip(scored, keys, strict=True))]
     is_cut = any(len(ids) < len(whole) for ids, whole in zip(kept, answers, strict=True))
     return Question(kept, scored, None if task.kind == GREEDY else label, is_cut)
 
@@ -302,6 +305,8 @@ class EvaluationOptions(CheckpointOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(EvaluationOptions, argv, "Evaluate a checkpoint on HellaSwag or CORE.")
+    if (options.tasks == CORE) != bool(options.core_dir):
+        raise UserError("--tasks core and --core_dir, the folder of the evaluation bundle, need each other; give both")
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))

@@ -16,14 +16,21 @@ from steadygpt.data.sources import read_split
 HELLASWAG, CORE = "hellaswag", "core"
 HUB = "Rowan/hellaswag"
 SCHEMA, GREEDY = "schema", "language_modeling"  # a choice of contexts; no choice, but what is most likely must be right
+
+
+def _each(found: object) -> list:
+    if not isinstance(found, list):
+        raise TypeError(f"{found!r:.50} is not a list")
+    return found
+
+
 # The kinds of task: the columns of a row, and the contexts and continuations to choose from.
-Answers = list[tuple[str, str]]
-KINDS: dict[str, tuple[str, Callable[[dict], Answers]]] = {
-    HELLASWAG: ("ctx, endings, label", lambda row: [(row["ctx"], ending) for ending in row["endings"]]),
-    "multiple_choice": ("query, choices, gold", lambda row: [(row["query"], choice) for choice in row["choices"]]),
+KINDS: dict[str, tuple[str, Callable[[dict], list[tuple[str, str]]]]] = {
+    HELLASWAG: ("ctx, endings, label", lambda row: [(row["ctx"], ending) for ending in _each(row["endings"])]),
+    "multiple_choice": ("query, choices, gold", lambda row: [(row["query"], end) for end in _each(row["choices"])]),
     SCHEMA: (
         "context_options, continuation, gold",
-        lambda row: [(context, row["continuation"]) for context in row["context_options"]],
+        lambda row: [(context, row["continuation"]) for context in _each(row["context_options"])],
     ),
     GREEDY: ("context, continuation", lambda row: [(row["context"].strip(), row["continuation"])]),
 }
@@ -88,17 +95,20 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
     path, about, tasks = Path(folder, "core.yaml"), Path(folder, "eval_meta_data.csv"), []
     try:
         content = yaml.safe_load(_read(path))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: not YAML ({error!r:.200}); expected the core.yaml of the bundle") from None
+        baselines = {of.get("Eval Task"): of.get("Random baseline") for of in csv.DictReader(_read(about).splitlines())}
+    except (yaml.YAMLError, csv.Error, ValueError, RecursionError) as error:
+        found = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} or {about.name}: cannot be read ({found}); expected those of the bundle") from None
     listing: Listing = typed(content, Listing, path, "expected the core.yaml of the bundle")
-    baselines = {row.get("Eval Task"): row.get("Random baseline") for row in csv.DictReader(_read(about).splitlines())}
+    if len({task.label for task in listing.icl_tasks} or {""}) != len(listing.icl_tasks):
+        raise UserError(f"{path}: expected tasks, each with a label of its own")
     for label, uri, (shots,), kind, delimiter in listing.icl_tasks:
         try:
             chance = typed(float(baselines.get(label) or "") / 100, Annotated[float, 0, 0.99], about, "")
         except (ValueError, UserError):
             raise UserError(f"{about}: no Random baseline of {label} from 0 to 99 percent; expected one") from None
-        if kind not in KINDS:
-            raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(KINDS)}")
+        if kind not in (known := [*KINDS][1:]):
+            raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(known)}")
         file = Path(folder, "eval_data", uri)
         lines = _lines(file)
         random.Random(1337).shuffle(lines)
@@ -117,13 +127,15 @@ def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> lis
         where, advice = f"{file}:{number}", f"expected {columns}"
         row = parse_json(line, dict, where, advice) if isinstance(line, str) else line
         try:
-            label = int(str(row.get("label", row.get("gold", 0))))  # the Hub has a string
+            label = 0 if kind == GREEDY else int(str(row[columns.split(", ")[-1]]))  # the Hub has a string
             found = {"answers": answers_of(row), "label": label}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{where}: not an example of {kind} ({error!r:.200}); {advice}") from None
         rows.append(typed(found, Row, where, advice))
         if label >= len(rows[-1].answers):
-            raise UserError(f"{where}: {len(rows[-1].answers)} answers, of which number {label} is right; {advice}")
+            raise UserError(
+                f"{where}: the right one of {len(rows[-1].answers)} answers is said to be {label}; {advice}"
+            )
     return rows
 
 
@@ -138,4 +150,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); expected a file of text") from error
+        raise UserError(f"{path}: cannot be read ({error}); expected such a file, see docs/evaluation.md") from error

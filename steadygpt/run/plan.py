@@ -187,6 +187,8 @@ def _settle_on_main(
         notes += [labelled("weights", f"from {config.init_from}"), fits]
     if data.sources and data.tokenizer_record.is_file:
         load_tokenizer(data.tokenizer_record, Path(data.folder))
+    if config.core_freq:
+        load_core(config.core_dir, config.core_examples or None)  # a mistake in it is known before anything is written
 
     # What the machine decides: threads, precision and the rows of a micro-step.
     if config.deterministic and before and ranks.device.type == "cpu" and threads != (used := before[-1]["threads"]):
