@@ -180,9 +180,11 @@ def test_what_a_machine_lacks_is_said_once_and_ends_the_loop(network):
 
 def test_a_second_agent_on_a_machine_and_a_network_that_loses_large_packets_are_refused(network):
     one, other = network.start("m1", nnodes="2"), network.start("m1", nnodes="2")
-    one.wait_for("waiting for an agent|rendezvous|torchrun", 60)
-    refused = other if "this machine has an agent already" in other.text() else one
-    assert "this machine has an agent already" in refusal_of(refused)
+    deadline = time.monotonic() + 60
+    while not (refused := [of for of in (one, other) if "this machine has an agent already" in of.text()]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "this machine has an agent already" in refusal_of(*refused)
     for machine in (one, other):
         machine.kill()
     for name in ("m1", "m2"):  # the bridge between them has 1,500
@@ -243,8 +245,7 @@ def test_a_link_that_is_cut_for_good_is_known_to_both_sides(network):
     network.link("m2", "down")
     for machine in both:
         machine.wait_for("lost another rank", 120)  # the kernel's own limit is 15 minutes
-        text = machine.wait_for("^again", 60)
-        assert f"what it wrote is in run/logs/torchrun-{machine.name}.log" in text
-        assert "Traceback" not in text
     network.link("m2", "up")
     assert_ends_as_if_uninterrupted(both)
+    for machine in both:
+        assert "Traceback" not in machine.text()
