@@ -286,6 +286,7 @@ def evaluate(run: Run, everything: bool) -> None:
     Raises: Stopped or Diverged.
     """
     config, ranks, data, state, log, saves = run.config, run.ranks, run.plan.data, run.state, run.log, run.saves
+    expected = run.plan.expected
 
     def due(freq: int) -> bool:
         return freq > 0 and (everything or (state.step > 0 and state.step % freq == 0))
@@ -302,7 +303,13 @@ def evaluate(run: Run, everything: bool) -> None:
         epochs = epochs_of_sources(data, run.plan.starts, state.rows_consumed)
         best = saves.evaluated(state, found, lambda: save(run))
         text = validation_text(sets, best, epochs)
-        log.evaluation(state.step, text, **found, **{f"epoch/{name}": number for name, number in epochs.items()})
+        band, warning = expected.compare(state.step, found["val_loss"]) if expected else ({}, "")
+        if band:
+            text += " | expected {expected_low:.4f} to {expected_high:.4f}".format_map(band)
+        log.note(**band)
+        log.evaluation(state.step, text, **found, **band, **{f"epoch/{name}": of for name, of in epochs.items()})
+        if warning:
+            log.warn(warning, event="off_course")
         log.tell("histograms", state.step, run.model)
     for freq, suite in run.suites:
         if due(freq):

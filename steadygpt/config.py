@@ -203,6 +203,7 @@ class TrainConfig(GPTConfig):
     core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
     core_dir: str = _evals("", "folder of the tasks of CORE, the evaluation bundle of DCLM or nanochat")
     core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
+    expect: str = _evals("", "prediction.json of predict.py: warn if two validations in a row are outside its band")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
     sample_prompt: str = _evals("", "prompt of the text samples (default: the start of a document)")
     eval_only: bool = _evals(False, "evaluate --resume (default: latest) or --init_from, and exit", on_resume="launch")
@@ -418,9 +419,11 @@ def parse_ramp(text: str) -> list[tuple[int, float]]:
 # where values come from
 
 
-def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
+def parse_args(
+    argv: Sequence[str], kind: type[TrainConfig] = TrainConfig, about: str = ABOUT
+) -> tuple[TrainConfig, dict[str, str]]:
     """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset"."""
-    flags = read_flags(TrainConfig, argv, ABOUT)
+    flags = read_flags(kind, argv, about)
     options = _on_preset(flags)
     for name in ("resume", "init_from", "mix", "val"):
         if options.get(name) == "":  # an unset variable in a script must not start a new run
@@ -429,7 +432,7 @@ def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, dict[str, str]]:
         raise UserError(f"--init_from {word}: expected weights; to resume a run, use --resume")
     if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":
         options.setdefault("resume", "latest")
-    config = TrainConfig(**options)
+    config = kind(**options)
     if not config.resume:
         config.check_together()
     return config, {name: "flag" if name in flags else "preset" for name in options}

@@ -28,6 +28,7 @@ from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, be_deterministic, cho
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.data import Data
+from steadygpt.run.expected import Expected
 from steadygpt.run.history import History
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps
@@ -53,6 +54,7 @@ class Plan:
     notes: tuple[str, ...]  # further lines, one per surprising choice
     writes: bool  # logs and checkpoints: it is no dry run, evaluation or replay
     is_finished: bool  # the run in the folder has taken all its steps
+    expected: Expected | None  # of --expect
     history: History
     data: Data
     sketch: GPT  # on the meta device
@@ -248,6 +250,7 @@ def _settle_on_main(
         "notes": tuple(filter(None, notes)),
         "writes": writes,
         "is_finished": bool(ended) and history.step >= config.max_steps,
+        "expected": Expected.load(config) if config.expect and config.trains else None,
     }
 
 
