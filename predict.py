@@ -197,7 +197,7 @@ class Ladder:
         for number, length in enumerate(LENGTHS):
             if len(self.state.steps) == number:
                 self.update(steps=[*self.state.steps, self.affordable(number)])
-            for i, rung in enumerate(self.rungs()[number * len(self.shapes) :]):
+            for i, rung in enumerate(self.rungs()[number * len(self.shapes) :][: len(self.shapes)]):
                 if str(rung) in self.state.seconds:
                     continue
                 rates, longest = self.step_seconds(), rung.steps / length
