@@ -37,11 +37,12 @@ from steadygpt.machine.ranks import joined
 from steadygpt.run.expected import NINETY, Points, Prediction, compared, fitted, predicted
 from steadygpt.run.history import open_data, open_history
 from steadygpt.run.plan import MANY_EPOCHS, SHARE_OF_PEAK, Plan, forecast, settle
+from steadygpt.run.starts import difference
 
 WIDTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the ladder's models, as parts of the run's
-LENGTHS = (1 / 4, 1 / 2, 1)  # of the rounds of the ladder, as parts of the longest
-POINTS = 40  # validations of the longest runs, and points of the predicted curve
-PROBE_STEPS, MIN_STEPS = 10, 40  # to measure the speed; of the shortest run
+LENGTHS = (0, 1 / 4, 1 / 2, 1)  # of the rounds, as parts of the longest; the first one has PROBE_STEPS
+POINTS = 40  # validations of a run at most, and points of the predicted curve
+PROBE_STEPS = 40
 LEAST_EVAL_TOKENS = 65536
 FAR = 30  # times the ladder's FLOPs, beyond which an interval is twice as wide
 UNITS = ("", " k", " M", " B", " T")
@@ -98,6 +99,19 @@ def curve_of(folder: Path) -> dict[int, tuple[float, float]]:
     return {step: (of["val_loss"], of.get("val_bpb", math.nan)) for step, of in sorted(found.items()) if of["val_loss"]}
 
 
+class State(NamedTuple):
+    """The content of ladder.json."""
+
+    options: dict[str, Any]  # of the target, see compared()
+    minutes: Annotated[float, 0]
+    steps: list[Annotated[int, 1]]  # of the runs of each round, as decided before it
+    seconds: dict[str, Annotated[float, 0]]  # of the runs that have finished
+
+
+def write_json(path: Path, record: State | Prediction) -> None:
+    replace_file(path, lambda file: file.write(json.dumps(record._asdict(), indent=1).encode()))
+
+
 class Rung(NamedTuple):
     """A run of the ladder."""
 
@@ -109,124 +123,88 @@ class Rung(NamedTuple):
         return f"width-{self.config.embd_size}-steps-{self.steps}"
 
 
-class State(NamedTuple):
-    """The content of ladder.json."""
-
-    options: dict[str, Any]  # of the target, see compared()
-    minutes: Annotated[float, 0]
-    start_s: Annotated[float, 0]  # of the narrowest model: until its first step
-    step_s: Annotated[float, 0]
-    steps: list[Annotated[int, 1]]  # of each round, as decided before it
-    seconds: dict[str, Annotated[float, 0]]  # of the runs that have finished
-
-
-@dataclass
 class Ladder:
-    """Small runs of a target: a round for each of LENGTHS, from the narrowest model to the widest."""
+    """Small runs of a target, in rounds of the same length; the first one, of a few steps, only measures their speed.
 
-    target: TrainConfig  # settled
-    folder: Path
-    state: State
-    shapes: list[tuple[TrainConfig, float]]  # with their sizes
+    Raises: UserError if the folder has the ladder of another target.
+    """
 
-    @classmethod
-    def open(cls, target: TrainConfig, folder: Path, minutes: float) -> "Ladder":
-        """Continue the ladder of a folder, or begin one.
-
-        Raises: UserError if it is that of another target.
-        """
-        state = State(compared(target), minutes, 0.0, 0.0, [], {})
-        if (file := folder / "ladder.json").exists():
-            found = read_json(file, State, "remove it, or give another --ladder")
-            was, now = ({**of.options, "minutes": of.minutes} for of in (found, state))
-            now["minutes"] = minutes or found.minutes
-            if differs := [f"{name} {was.get(name)} (here {now[name]})" for name in now if was.get(name) != now[name]]:
-                raise UserError(f"{folder}: is the ladder of a run with {', '.join(differs)}; give another --ladder")
-            state = found
+    def __init__(self, target: TrainConfig, folder: Path, minutes: float):
+        self.target, self.folder, self.file = target, folder, folder / "ladder.json"
+        self.state = State(compared(target), minutes, [], {})
+        if self.file.exists():
+            was = read_json(self.file, State, "remove it, or give another --ladder")
+            now = self.state.options | {"minutes": minutes or was.minutes}
+            if differs := difference(was.options | {"minutes": was.minutes}, now):
+                raise UserError(f"{folder}: is the ladder of another run ({differs}); give another --ladder")
+            self.state = was
         elif not minutes:
             raise UserError(f"{folder}: no ladder is there; give the --minutes that it may take")
         widths = sorted({max(8, round(target.embd_size * share / 8) * 8) for share in WIDTHS})
-        if len(widths) < len(WIDTHS) or widths[-1] > 0.7 * target.embd_size:
+        if len(widths) < len(WIDTHS):
             raise UserError(f"--embd_size {target.embd_size}: too narrow for a ladder; expected 64 or more")
         shapes = [scaled(target, width, target.num_layers) for width in widths]
-        return cls(target, folder, state, [(shape, size_of(shape)) for shape in shapes])
+        self.shapes = [(shape, size_of(shape)) for shape in shapes]
+
+    def round(self, number: int) -> list[Rung]:
+        return [Rung(*shape, self.state.steps[number]) for shape in self.shapes]
 
     def rungs(self) -> list[Rung]:
-        """Return the runs of the rounds that are decided."""
-        return [Rung(*shape, steps) for steps in self.state.steps for shape in self.shapes]
-
-    def update(self, **changes: Any) -> None:
-        self.state = self.state._replace(**changes)
-        content = json.dumps(self.state._asdict(), indent=1).encode()
-        replace_file(self.folder / "ladder.json", lambda file: file.write(content))
-
-    def step_seconds(self) -> list[float]:
-        """Return the seconds per step of each shape, as far as they are measured, else in proportion to its size."""
-        found: list[float] = []
-        for i, (shape, size) in enumerate(self.shapes):
-            guess = found[-1] * size / self.shapes[i - 1][1] if found else self.state.step_s
-            measured = [
-                (self.state.seconds[str(rung)] - self.state.start_s) / rung.steps
-                for rung in self.rungs() if rung.config is shape and str(rung) in self.state.seconds
-            ]  # fmt: skip
-            found.append(max(1e-6, measured[-1]) if measured else guess)
-        return found
-
-    def affordable(self, number: int) -> int:
-        """Return the steps of a round, so that it and all later ones end in time.
-
-        Raises: UserError if they are too few.
-        """
-        lengths, rates = LENGTHS[number:], sum(self.step_seconds())
-        starts_s = len(lengths) * len(self.shapes) * self.state.start_s
-        left_s = 60 * self.state.minutes - sum(self.state.seconds.values()) - starts_s
-        longest = min(float(self.target.max_steps), left_s / (sum(lengths) * rates))
-        if longest < (least := min(MIN_STEPS / LENGTHS[0], self.target.max_steps)) and not number:
-            needed = (starts_s + least * sum(lengths) * rates) / 60
-            raise UserError(f"--minutes {self.state.minutes:g}: too few; expected at least {math.ceil(needed)}")
-        return max(1, round(lengths[0] * longest))
+        """Return all runs but those of the first round, from the shortest to the longest."""
+        return [rung for number in range(1, len(self.state.steps)) for rung in self.round(number)]
 
     def train(self, flags: Sequence[str]) -> None:
         """Train what is missing, with the target's flags of train.py."""
-        if not self.state.step_s:
-            print(f"{self.folder}: timing its narrowest model ...", flush=True)
-            probe = Rung(*self.shapes[0], PROBE_STEPS)
-            wall_s = self.run(probe, flags, 1.0)
-            step_s = read_status(self.folder / str(probe)).get("step_ms", 100 * wall_s) / 1000
-            self.update(start_s=max(0.0, wall_s - PROBE_STEPS * step_s), step_s=step_s)
-        for number, length in enumerate(LENGTHS):
+        for number in range(len(LENGTHS)):
             if len(self.state.steps) == number:
-                self.update(steps=[*self.state.steps, self.affordable(number)])
-            for i, rung in enumerate(self.rungs()[number * len(self.shapes) :][: len(self.shapes)]):
-                if str(rung) in self.state.seconds:
-                    continue
-                rates, longest = self.step_seconds(), rung.steps / length
-                left_s = sum(self.state.start_s + rate * rung.steps for rate in rates[i:])
-                for later in LENGTHS[number + 1 :]:
-                    left_s += sum(self.state.start_s + rate * later * longest for rate in rates)
-                about = f"{rung.config.embd_size} wide, {counted(rung.steps, 'step')}"
-                print(f"{about}: about {duration_text(left_s)} left", flush=True)
-                wall_s = self.run(rung, flags, length)
-                self.update(seconds=self.state.seconds | {str(rung): wall_s})
-                print(f"{about}: loss {self.curve(rung)[rung.steps][0]:.4f} after {duration_text(wall_s)}", flush=True)
+                self.state.steps.append(self.affordable(number))
+            for rung in self.round(number):
+                if (name := str(rung)) not in self.state.seconds:
+                    left_s = 60 * self.state.minutes - sum(self.state.seconds.values())
+                    print(f"{name}: training, {duration_text(max(0, left_s))} left for the ladder", flush=True)
+                    self.state.seconds[name] = self.run(rung, flags)
+                    write_json(self.file, self.state)
+                    print(f"{name}: loss {self.curve(rung)[rung.steps][0]:.4f}", flush=True)
 
-    def run(self, rung: Rung, flags: Sequence[str], length: float) -> float:
+    def affordable(self, number: int) -> int:
+        """Return the steps of a round, by the time that the rounds before it have taken.
+
+        Raises: UserError if there is too little time for it.
+        """
+        most = math.ceil((LENGTHS[number] or 1) * self.target.max_steps)
+        if not number:
+            return min(PROBE_STEPS, most)
+        steps, lengths = self.state.steps, LENGTHS[number:]
+        took_s = [sum(self.state.seconds[str(rung)] for rung in self.round(earlier)) for earlier in range(number)]
+        start_s, step_s = 0.0, took_s[-1] / steps[-1]
+        if number > 1 and steps[-1] > steps[-2] and took_s[-1] > took_s[-2]:
+            step_s = (took_s[-1] - took_s[-2]) / (steps[-1] - steps[-2])
+            start_s = max(0.0, took_s[-1] - step_s * steps[-1])
+        left_s = 60 * self.state.minutes - sum(took_s) - len(lengths) * start_s
+        possible = math.floor(lengths[0] / sum(lengths) * left_s / step_s)
+        if number == 1 and possible < min(steps[-1], most):
+            needed_s = 60 * self.state.minutes - left_s + steps[-1] / lengths[0] * sum(lengths) * step_s
+            raise UserError(f"--minutes {self.state.minutes:g}: too few; expected at least {math.ceil(needed_s / 60)}")
+        return max(1, min(possible, most))
+
+    def run(self, rung: Rung, flags: Sequence[str]) -> float:
         """Train a run to its end, or continue it; return its seconds.
 
-        Raises: UserError if it fails, KeyboardInterrupt once it has stopped for a signal.
+        Raises: UserError if it fails.
         """
-        target, folder, tokens = self.target, self.folder / str(rung), rung.steps * self.target.total_batch_size
+        target, folder, steps, begun_s = self.target, self.folder / str(rung), rung.steps, time.monotonic()
+        eval_tokens = min(target.eval_tokens, max(LEAST_EVAL_TOKENS, steps * target.total_batch_size // (4 * POINTS)))
         options = {name: getattr(rung.config, name) for name in SHAPE} | {
-            "max_steps": rung.steps, "warmup_steps": min(target.warmup_steps, rung.steps // 10),
-            "total_batch_size": target.total_batch_size, "eval_freq": max(1, int(rung.steps / (POINTS * length))),
-            "eval_tokens": min(target.eval_tokens, max(LEAST_EVAL_TOKENS, tokens // (4 * POINTS))),
-            "checkpoint_dir": folder, "logdir": folder, "run_name": str(rung), "resume": "auto", **NOTHING_ELSE,
+            "max_steps": steps, "warmup_steps": min(target.warmup_steps, steps // 10), "eval_tokens": eval_tokens,
+            "total_batch_size": target.total_batch_size, "run_name": rung, "checkpoint_dir": folder, "logdir": folder,
+            # Validations take at most a sixth of the work.
+            "eval_freq": max(1, steps // POINTS, 2 * eval_tokens // target.total_batch_size), "resume": "auto",
+            **NOTHING_ELSE,
         }  # fmt: skip
-        command = [*flags, *(f"--{name}={value}" for name, value in options.items())]
         folder.mkdir(parents=True, exist_ok=True)
-        begun_s = time.monotonic()
-        program = [sys.executable, str(Path(__file__).with_name("train.py")), *command]
-        with open(folder / OUT, "a") as out, subprocess.Popen(program, stdout=out, stderr=out) as process:
+        program = [sys.executable, str(Path(__file__).with_name("train.py"))]
+        command = [*program, *flags, *(f"--{name}={value}" for name, value in options.items())]
+        with open(folder / OUT, "a") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
             try:
                 status = process.wait()
             except KeyboardInterrupt:
@@ -237,12 +215,12 @@ class Ladder:
             raise UserError(f"{folder}: the run ended with status {status}: {last}; see {OUT} there")
         return time.monotonic() - begun_s
 
+    def curve(self, rung: Rung) -> dict[int, tuple[float, float]]:
+        return curve_of(self.folder / str(rung))
+
     def flops(self) -> float:
         """Return the FLOPs of all runs."""
         return sum(6 * rung.size * rung.steps * self.target.total_batch_size for rung in self.rungs())
-
-    def curve(self, rung: Rung) -> dict[int, tuple[float, float]]:
-        return curve_of(self.folder / str(rung))
 
     def points(self, part: float = 1.0) -> Points:
         """Return the losses of the runs after a part of their steps, without runs not yet validated then."""
@@ -265,93 +243,72 @@ class Ladder:
 
 
 def expected(ladder: Ladder) -> Prediction:
-    """Return what to expect of the target."""
+    """Return what to expect of the target, from where all of the longest runs were validated."""
     target, size = ladder.target, size_of(ladder.target)
     tokens, curve = target.max_steps * target.total_batch_size, {}
-    share = ladder.flops() / (6 * size * tokens)
-    for number in range(1, POINTS + 1):
+    first = max(min(ladder.curve(rung)) / rung.steps for rung in ladder.rungs()[-len(WIDTHS) :])
+    for number in range(max(1, math.ceil(first * POINTS)), POINTS + 1):
         loss, factor = ladder.predict(size, tokens, number / POINTS)
         curve[math.ceil(number / POINTS * target.max_steps)] = loss, loss / factor, loss * factor
+    share = ladder.flops() / (6 * size * tokens)
     return Prediction(compared(target), [(step, *of) for step, of in curve.items()], tokens, share)
 
 
-def answer(ladder: Ladder, plan: Plan, found: Prediction) -> Iterator[tuple[str, str]]:
-    """Yield the lines about the target: label, text."""
-    target, rungs, (_, *losses) = ladder.target, ladder.rungs(), found.curve[-1]
-    widest = rungs[-1]
-    yield (
-        "run",
-        (
-            f"{scaled_text(plan.sketch.num_parameters(), UNITS)} parameters, {counted(target.max_steps, 'step')} of "
-            f"{target.total_batch_size:,} tokens: {scaled_text(found.tokens, UNITS)} tokens"
-        ),
-    )
-    yield (
-        "ladder",
-        (
-            f"{counted(len(rungs), 'run')}, {rungs[0].config.embd_size} to {widest.config.embd_size} wide, up to "
-            f"{counted(widest.steps, 'step')}, in {duration_text(sum(ladder.state.seconds.values()))}; "
-            f"{found.ladder_compute:.2g} of the run's FLOPs"
-        ),
-    )
-    yield "loss", "{:.3f}, in 9 of 10 cases {:.3f} to {:.3f}".format(*losses)
-    last, bits = ladder.curve(widest)[widest.steps]
+def answer(ladder: Ladder, found: Prediction) -> Iterator[str]:
+    """Yield lines about the target."""
+    rungs, steps, (_, *losses) = ladder.rungs(), ladder.target.max_steps, found.curve[-1]
+    widths = " to ".join(f"{rungs[i].config.embd_size}" for i in (0, -1))
+    taken = duration_text(sum(ladder.state.seconds.values()))
+    about = f"{counted(len(rungs), 'run')}, {widths} wide, up to {counted(rungs[-1].steps, 'step')}, in {taken}"
+    yield labelled("run", f"{parameters_text(ladder.target)}, {tokens_text(ladder.target, found.tokens)}")
+    yield labelled("ladder", f"{about}; {found.ladder_compute:.2g} of the run's FLOPs")
+    yield labelled("loss", "{:.3f}, in 9 of 10 cases {:.3f} to {:.3f}".format(*losses))
+    last, bits = ladder.curve(rungs[-1])[rungs[-1].steps]
     if not math.isnan(bits):
-        yield "bits/byte", "{:.3f}, {:.3f} to {:.3f}".format(*(bits / last * loss for loss in losses))
+        yield labelled("bits/byte", "{:.3f}, {:.3f} to {:.3f}".format(*(bits / last * loss for loss in losses)))
     if found.ladder_compute * FAR < 1:
-        yield "beware", f"more than {FAR} times the ladder's FLOPs; the interval is twice as wide for it"
-    if widest.steps < target.max_steps:
-        times = target.max_steps / widest.steps
-        yield (
-            "beware",
-            f"{times:.1f} times the steps of the ladder, which knows nothing of later ones; try more --minutes",
-        )
+        yield labelled("beware", f"more than {FAR} times the ladder's FLOPs: an interval twice as wide")
+    if (times := steps / rungs[-1].steps) > 1:
+        yield labelled("beware", f"{times:.1f} times the steps of the ladder, which knows nothing of later ones")
 
 
-def shapes_for(ladder: Ladder, flops: float) -> Iterator[tuple[TrainConfig, float, float, float, float]]:
-    """Yield shapes like the target's, from narrow to wide, that a budget trains: with N, D, and predict()'s results."""
-    target = ladder.target
-    for heads in range(1, 8 * target.num_heads + 1):
-        width = heads * (target.embd_size // target.num_heads)
+def parameters_text(config: TrainConfig) -> str:
+    number = scaled_text(sketch_of(config).num_parameters(), UNITS)
+    return f"{number} parameters ({counted(config.num_layers, 'layer')}, {config.embd_size} wide)"
+
+
+def tokens_text(config: TrainConfig, tokens: float) -> str:
+    return f"{scaled_text(tokens, UNITS)} tokens in {tokens / config.total_batch_size:,.0f} steps"
+
+
+def budget(ladder: Ladder, plan: Plan, hours: float, gpu: str, price: float) -> Iterator[str]:
+    """Yield lines about the best size for so many hours of a GPU, and what half and twice of it lose."""
+    name = next((name for name in PEAK_FLOPS if gpu.lower() in name.lower()), "")
+    if not name:
+        raise UserError(f"--gpu {gpu}: no such GPU; expected a part of one of {', '.join(PEAK_FLOPS)}")
+    flops, target, found = 3600 * hours * PEAK_FLOPS[name] * SHARE_OF_PEAK, ladder.target, []
+    for heads in range(1, 8 * target.num_heads + 1):  # shapes like the target's
+        width = heads * target.embd_size // target.num_heads
         config = scaled(target, width, max(1, round(target.num_layers * width / target.embd_size)))
         size = size_of(config)
-        if (tokens := flops / (6 * size)) < MIN_STEPS * target.total_batch_size:
-            return
-        yield config, size, tokens, *ladder.predict(size, tokens)
-
-
-def budget(ladder: Ladder, plan: Plan, options: PredictOptions) -> Iterator[tuple[str, str]]:
-    """Yield the lines about --gpu_hours: the best size, and what half and twice of it lose."""
-    hours, price, names = options.gpu_hours, options.gpu_hour_cost, [*PEAK_FLOPS]
-    gpu = next((name for name in names if options.gpu.lower() in name.lower()), "")
-    if not gpu:
-        raise UserError(f"--gpu {options.gpu}: no such GPU; expected a part of one of {', '.join(names)}")
-    flops = 3600 * hours * PEAK_FLOPS[gpu] * SHARE_OF_PEAK
-    cost = f"; {hours * price:,.2f} at {price:,.2f} per hour" * bool(price)
-    yield "budget", f"{hours:,g} h of one {gpu} at {SHARE_OF_PEAK:.0%} of its peak, {flops:.2g} FLOPs{cost}"
-    found = [*shapes_for(ladder, flops)]
+        if (tokens := flops / (6 * size)) < PROBE_STEPS * target.total_batch_size:
+            break
+        found.append((config, size, tokens, *ladder.predict(size, tokens)))
     if not found:
-        raise UserError(f"--gpu_hours {hours:g}: too few for {MIN_STEPS} steps of the narrowest model")
+        raise UserError(f"--gpu_hours {hours:g}: too few for {PROBE_STEPS} steps of the narrowest model")
+    cost = f"; {hours * price:,.2f} at {price:,.2f} per hour" * bool(price)
+    yield labelled("budget", f"{hours:,g} h of one {name} at {SHARE_OF_PEAK:.0%} of its peak, {flops:.2g} FLOPs{cost}")
     best = min(found, key=lambda of: of[3])
     chosen = [min(found, key=lambda of: abs(math.log(of[1] / best[1] / times))) for times in (0.5, 1, 2)]
     for of in dict.fromkeys(chosen):
         config, _, tokens, loss, factor = of
-        epochs = tokens / config.context_length / plan.data.rows_per_epoch if plan.data.rows_per_epoch else 0
+        epochs = tokens / config.context_length / (plan.data.rows_per_epoch or math.inf)
         repeats = f", {epochs:,.1f} EPOCHS, of little benefit beyond {MANY_EPOCHS}" * (epochs > MANY_EPOCHS)
-        yield (
-            "best" if of is best else "instead",
-            (
-                f"{scaled_text(sketch_of(config).num_parameters(), UNITS)} parameters ({config.num_layers} layers, "
-                f"{config.embd_size} wide), {scaled_text(tokens, UNITS)} tokens, "
-                f"{tokens / config.total_batch_size:,.0f} steps{repeats}: loss {loss:.3f} "
-                f"({loss / factor:.3f} to {loss * factor:.3f}){f', {loss - best[3]:+.3f}' * (of is not best)}"
-            ),
-        )
+        lost = f"{loss:.3f} ({loss / factor:.3f} to {loss * factor:.3f}){f', {loss - best[3]:+.3f}' * (of is not best)}"
+        text = f"{parameters_text(config)}, {tokens_text(config, tokens)}{repeats}: loss {lost}"
+        yield labelled("best" if of is best else "instead", text)
     if flops > FAR * ladder.flops():
-        yield (
-            "beware",
-            f"{flops / ladder.flops():,.0f} times the ladder's FLOPs; the intervals are twice as wide",
-        )
+        yield labelled("beware", f"{flops / ladder.flops():,.0f} times the ladder's FLOPs: intervals twice as wide")
 
 
 def draw(ladder: Ladder, found: Prediction, file: Path) -> str:
@@ -360,7 +317,6 @@ def draw(ladder: Ladder, found: Prediction, file: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return "none; pip install matplotlib"
-
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     by_size, by_step = figure.subplots(1, 2, sharey=True)
     size, (_, loss, low, high) = size_of(ladder.target), found.curve[-1]
@@ -405,26 +361,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not plan.data.sources:
             raise UserError(f"{data}: found no shards; prepare the data first, see prepare_dataset.py")
         held.enter_context(lock_folder(folder, "wait for it to end, or give another --ladder"))
-        ladder = Ladder.open(plan.config, folder, options.minutes)
-        ladder.train(
-            [
-                f"--{name}={getattr(config, name)}"
-                for name, source in given.items()
-                if source == "flag" and name in FIELDS
-            ]
-        )
+        ladder = Ladder(plan.config, folder, options.minutes)
+        names = [name for name, source in given.items() if source == "flag" and name != "micro_steps"]
+        ladder.train([f"--{name}={getattr(config, name)}" for name in names])
         if options.gpu_hours:
-            lines = [*budget(ladder, plan, options)]
+            lines = [*budget(ladder, plan, options.gpu_hours, options.gpu, config.gpu_hour_cost)]
         else:
-            found = expected(ladder)
-            content, file = json.dumps(found._asdict(), indent=1).encode(), data / "prediction.json"
-            replace_file(file, lambda out: out.write(content))
-            files = [
-                ("file", f"{file}, for train.py --expect"),
-                ("picture", draw(ladder, found, data / "prediction.svg")),
-            ]
-            lines = [*answer(ladder, plan, found), *files]
-        print("\n".join([*(labelled(*line) for line in lines), *([] if options.gpu_hours else forecast(plan))]))
+            found, file = expected(ladder), data / "prediction.json"
+            write_json(file, found)
+            lines = [*answer(ladder, found), *forecast(plan), labelled("file", f"{file}, for train.py --expect")]
+            lines.append(labelled("picture", draw(ladder, found, data / "prediction.svg")))
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

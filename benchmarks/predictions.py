@@ -32,7 +32,10 @@ from steadygpt.run.expected import IN_A_ROW, NINETY, TOLERANCE, Points, predicte
 
 FILE = REPO / "benchmarks/losses/predictions.json"
 VAL_TOKENS = 65536
-CORPORA = {"packages": ("10m", 32, 4096, 2e-3), "stdlib": ("1m", 16, 320, 3e-3)}  # scale, rows, vocabulary, GPT-2's rate
+CORPORA = {
+    "packages": ("10m", 32, 4096, 2e-3),
+    "stdlib": ("1m", 16, 320, 3e-3),
+}  # scale, rows, vocabulary, GPT-2's rate
 CONTEXT = 256
 SIDES = ("modern", "gpt2")
 STOP = 160  # steps of a run with a mistake
@@ -61,7 +64,9 @@ class Trial(NamedTuple):
     mistake: str = ""
 
     def __str__(self) -> str:
-        shape = f"{self.corpus} {self.side} {self.width} wide, {self.layers} layers, {self.steps} steps, seed {self.seed}"
+        shape = (
+            f"{self.corpus} {self.side} {self.width} wide, {self.layers} layers, {self.steps} steps, seed {self.seed}"
+        )
         return f"{shape}, {self.mistake}" if self.mistake else shape
 
     @property
@@ -83,15 +88,21 @@ class Trial(NamedTuple):
 
 TARGETS = [Trial("packages", side, 384, 6, 1200, seed) for side in SIDES for seed in (1337, 1338)]
 HELD_OUT = [Trial("packages", "modern", 128, 6, 900), Trial("packages", "gpt2", 160, 6, 900)]
-HELD_OUT += [Trial("packages", side, width, 6, steps) for side in SIDES for width, steps in product((96, 128), (600, 1200))]
+HELD_OUT += [
+    Trial("packages", side, width, 6, steps) for side in SIDES for width, steps in product((96, 128), (600, 1200))
+]
 HELD_OUT += [Trial("stdlib", side, 192, 4, steps) for side in SIDES for steps in (400, 800, 1600)]
 HELD_OUT += [Trial("stdlib", side, 128, 4, steps) for side in SIDES for steps in (800, 1600)]
-GRID = [Trial("packages", side, w, 6, steps) for side in SIDES for steps in (300, 600, 1200) for w in (64, 96, 128, 192)]
+GRID = [
+    Trial("packages", side, w, 6, steps) for side in SIDES for steps in (300, 600, 1200) for w in (64, 96, 128, 192)
+]
 GRID += [Trial("packages", side, width, 6, steps) for side in SIDES for steps in (600, 1200) for width in (32, 48)]
 GRID += [Trial("stdlib", side, width, 4, steps) for side in SIDES for steps in (400, 800, 1600)
          for width in (32, 48, 64, 96, 128)]  # fmt: skip
 BROKEN = [Trial("packages", side, 384, 6, 1200, mistake=mistake) for side in SIDES for mistake in MISTAKES]
-SHALLOW = [Trial("packages", side, width, max(1, round(width / 64)), 1200) for side in SIDES for width in (64, 96, 128, 192)]
+SHALLOW = [
+    Trial("packages", side, width, max(1, round(width / 64)), 1200) for side in SIDES for width in (64, 96, 128, 192)
+]
 ALL = [*dict.fromkeys(TARGETS + BROKEN + GRID + HELD_OUT + SHALLOW)]
 Curves = dict[str, list[tuple[int, float]]]  # trial -> steps and losses
 
@@ -157,8 +168,9 @@ def tables(curves: Curves) -> Iterator[str]:
         wrong.append(abs(loss / real - 1))
         covered += curve[-1] <= 1
         false_alarms += alarms(curve)
-        yield f"| {str(target).rpartition(',')[0]} | {len(ladder)} | {loss:.3f} | {real:.3f} | {loss / real - 1:+.1%} | " + (
-            f"± {NINETY * deviation:.1%}{'' if curve[-1] <= 1 else ', missed'} | {'yes' if alarms(curve) else ''} |"
+        yield (
+            f"| {str(target).rpartition(',')[0]} | {len(ladder)} | {loss:.3f} | {real:.3f} | {loss / real - 1:+.1%} | "
+            + (f"± {NINETY * deviation:.1%}{'' if curve[-1] <= 1 else ', missed'} | {'yes' if alarms(curve) else ''} |")
         )
     yield f"\nmedian error {statistics.median(wrong):.1%}; {covered} of {len(HELD_OUT)} in the interval; {false_alarms} alarms"
     yield "\n| mistake, alarm up to step 120 | recipe | GPT-2 |\n|---|---|---|"

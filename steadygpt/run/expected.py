@@ -10,6 +10,7 @@ import numpy as np
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import read_json
 from steadygpt.config import FIELDS, TrainConfig
+from steadygpt.run.starts import difference
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the law
@@ -56,9 +57,9 @@ def fitted(points: Points) -> Law:
     best: tuple[float, Any] = math.inf, None
     for chosen in TERMS:
         part = x[..., chosen]
-        gram = part.mT @ part
+        gram = part.swapaxes(1, 2) @ part
         gram += 1e-10 * np.trace(gram, axis1=1, axis2=2)[:, None, None] * np.eye(len(chosen))
-        found = np.linalg.solve(gram, part.mT @ y[:, None])
+        found = np.linalg.solve(gram, part.swapaxes(1, 2) @ y[:, None])
         cost = ((part @ found)[..., 0] - y) ** 2 @ np.ones_like(y) + prior
         cost[(found < 0).any((1, 2))] = math.inf
         if (least := float(cost.min())) < best[0]:
@@ -116,7 +117,7 @@ class Prediction(NamedTuple):
     """The content of prediction.json."""
 
     options: dict[str, Any]  # see compared()
-    curve: list[tuple[Annotated[int, 1], Positive, Positive, Positive]]  # ascending steps: loss, ends of its interval
+    curve: list[tuple[Annotated[int, 1], Positive, Positive, Positive]]  # step, ascending; loss, ends of its interval
     tokens: Annotated[int, 1]  # of the whole run
     ladder_compute: Positive  # of all small runs, as a part of the run's FLOPs
 
@@ -134,16 +135,15 @@ class Expected:
 
         Raises: UserError if it is unreadable, or for a run with other options.
         """
-        file, now = Path(config.expect), compared(config)
+        file = Path(config.expect)
         try:
             found = read_json(file, Prediction, ADVICE)
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror}); {ADVICE}") from None
-        differs = [
-            f"{name} {was} (here {now.get(name)})" for name, was in found.options.items() if now.get(name) != was
-        ]
-        if differs or not found.curve:
-            raise UserError(f"{file}: is for a run with {', '.join(differs) or 'no steps'}; {ADVICE}")
+        if differs := difference(found.options, compared(config)):
+            raise UserError(f"{file}: is for another run ({differs}); {ADVICE}")
+        if not found.curve:
+            raise UserError(f"{file}: curve is empty; {ADVICE}")
         return cls(found)
 
     def compare(self, step: int, loss: float) -> tuple[dict[str, float], str]:

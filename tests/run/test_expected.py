@@ -127,9 +127,9 @@ def test_a_run_logs_its_band_and_warns_once_when_it_leaves_it(workdir, capsys):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"options": {"max_lr": 3.0}}, "prediction.json: is for a run with max_lr 3.0 (here 0.001); write it again"),
-        ({"options": {"gone": 1}}, "prediction.json: is for a run with gone 1 (here None); write it again"),
-        ({"curve": []}, "prediction.json: is for a run with no steps; "),
+        ({"options": {"max_lr": 3.0}}, "prediction.json: is for another run (num_layers None -> 2, "),
+        ({"options": {"gone": 1}}, "prediction.json: is for another run ("),
+        ({"curve": []}, "prediction.json: curve is empty; write it again"),
         ({"curve": [(1, 2.0, 0.0, 3.0)]}, "prediction.json: curve[0][2] is 0.0; expected "),
         ({"tokens": None}, "prediction.json: tokens is None; expected "),
     ],
