@@ -309,7 +309,7 @@ def evaluate(run: Run, everything: bool) -> None:
         log.note(**band)
         log.evaluation(state.step, text, **found, **band, **{f"epoch/{name}": of for name, of in epochs.items()})
         if warning:
-            log.warn(warning, event="off_course")
+            log.warn(warning, event="off course")
         log.tell("histograms", state.step, run.model)
     for freq, suite in run.suites:
         if due(freq):

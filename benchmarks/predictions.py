@@ -117,11 +117,9 @@ def loss_at(curves: Curves, trial: Trial, part: float = 1.0) -> float:
 
 def ladder_of(target: Trial, longest: float = 1.0) -> list[Trial]:
     """Return the recorded runs that a ladder of a target may have, the longest with a part of its steps."""
-    return [
-        trial for trial in GRID
-        if trial[:2] == target[:2] and trial.layers == target.layers and target.width <= 6 * trial.width <= 4 * target.width
-        and 0.25 * longest * target.steps <= trial.steps <= longest * target.steps
-    ]  # fmt: skip
+    same = [trial for trial in GRID if trial[:2] == target[:2] and trial.layers == target.layers]
+    narrower = [trial for trial in same if target.width <= 6 * trial.width <= 4 * target.width]
+    return [trial for trial in narrower if 0.25 <= trial.steps / (longest * target.steps) <= 1]
 
 
 def predict(curves: Curves, target: Trial, ladder: list[Trial], part: float = 1.0) -> tuple[float, float]:
@@ -143,8 +141,9 @@ def alarms(found: list[float]) -> bool:
     return any(min(pair) > TOLERANCE for pair in pairwise(found))
 
 
-def tables(curves: Curves) -> Iterator[str]:
-    yield "| the ladder's longest runs, of 1,200 steps | FLOPs of its runs, of the target's | recipe | GPT-2 |\n|---|---|---|---|"
+def of_targets(curves: Curves) -> Iterator[str]:
+    """Yield the table of the runs with 10 M parameters, whose ladder has all or half of their steps."""
+    yield "| the ladder's longest runs, of 1,200 steps | its FLOPs, of the run's | recipe | GPT-2 |\n|---|---|---|---|"
     for longest in (0.5, 1.0):
         cells = []
         for side in SIDES:
@@ -152,40 +151,49 @@ def tables(curves: Curves) -> Iterator[str]:
             ladder = ladder_of(targets[0], longest)
             cost = sum(trial.size * trial.tokens for trial in ladder) / (targets[0].size * targets[0].tokens)
             texts = []
-            for step in (400, 800, 1200):
-                loss, deviation = predict(curves, targets[0], ladder, step / 1200)
-                real = statistics.mean(loss_at(curves, target, step / 1200) for target in targets)
+            for part in (1 / 3, 2 / 3, 1):
+                loss, deviation = predict(curves, targets[0], ladder, part)
+                real = statistics.mean(loss_at(curves, target, part) for target in targets)
                 texts.append(f"{loss:.3f} ± {NINETY * deviation:.1%}, was {real:.3f} ({loss / real - 1:+.1%})")
             cells.append("; ".join(texts))
         yield f"| {1200 * longest:,.0f} | {cost:.2f} | {' | '.join(cells)} |"
-    yield "\n| held-out run | runs of the ladder | predicted | was | error | 90 % interval | outside the band twice in a row |"
+
+
+def of_held_out(curves: Curves) -> Iterator[str]:
+    yield "| held-out run | runs of the ladder | predicted | was | error | 90 % interval | alarm |"
     yield "|---|---|---|---|---|---|---|"
-    wrong, covered, false_alarms = [], 0, 0
+    wrong, covered, found = [], 0, []
     for target in HELD_OUT:
-        ladder = ladder_of(target)
+        ladder, real, curve = ladder_of(target), loss_at(curves, target), errors(curves, target, ladder_of(target))
         loss, deviation = predict(curves, target, ladder)
-        real, curve = loss_at(curves, target), errors(curves, target, ladder)
+        found.append(curve)
         wrong.append(abs(loss / real - 1))
         covered += curve[-1] <= 1
-        false_alarms += alarms(curve)
-        yield (
-            f"| {str(target).rpartition(',')[0]} | {len(ladder)} | {loss:.3f} | {real:.3f} | {loss / real - 1:+.1%} | "
-            + (f"± {NINETY * deviation:.1%}{'' if curve[-1] <= 1 else ', missed'} | {'yes' if alarms(curve) else ''} |")
-        )
-    yield f"\nmedian error {statistics.median(wrong):.1%}; {covered} of {len(HELD_OUT)} in the interval; {false_alarms} alarms"
-    yield "\n| mistake, alarm up to step 120 | recipe | GPT-2 |\n|---|---|---|"
+        about = f"{str(target).rpartition(',')[0]} | {len(ladder)} | {loss:.3f} | {real:.3f} | {loss / real - 1:+.1%}"
+        missed = ", missed" * (curve[-1] > 1)
+        yield f"| {about} | ± {NINETY * deviation:.1%}{missed} | {'yes' if alarms(curve) else ''} |"
+    found += [errors(curves, target, ladder_of(target)) for target in TARGETS if str(target) in curves]
+    tenth = sum(alarms(curve[: PARTS // 10]) for curve in found)
+    of_all = f"{sum(map(alarms, found))} of {len(found)} correct runs, with those of 10 M parameters"
+    yield (
+        f"\nMedian error {statistics.median(wrong):.1%}; {covered} of {len(HELD_OUT)} in the interval; alarms in {of_all}, "
+        f"in {tenth} of them in the first tenth"
+    )
+
+
+def of_mistakes(curves: Curves) -> Iterator[str]:
+    yield "| mistake | recipe | GPT-2 |\n|---|---|---|"
     for mistake in MISTAKES:
         cells = []
         for side in SIDES:
             target = Trial("packages", side, 384, 6, 1200)
-            steps, losses = zip(*curves[str(target._replace(mistake=mistake))], strict=True)
-            found, ratios = [], []
-            for step, loss in zip(steps, losses, strict=True):
-                if 30 <= step <= 120:
-                    middle, deviation = predict(curves, target, ladder_of(target), step / 1200)
-                    ratios.append(loss / middle - 1)
-                    found.append(abs(math.log(loss / middle)) / (NINETY * deviation))
-            cells.append(f"{'**yes**' if alarms(found) else 'no'} ({ratios[-1]:+.0%})")
+            found, ratio = [], 1.0
+            for step, loss in curves[str(target._replace(mistake=mistake))]:
+                if target.steps / PARTS <= step <= target.steps / 10:
+                    middle, deviation = predict(curves, target, ladder_of(target), step / target.steps)
+                    ratio = loss / middle
+                    found.append(abs(math.log(ratio)) / (NINETY * deviation))
+            cells.append(f"{'**yes**' if alarms(found) else 'no'} ({ratio - 1:+.0%})")
         yield f"| {mistake} | {' | '.join(cells)} |"
 
 
@@ -208,9 +216,10 @@ def broken(mistake: str, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[t
 
 def train(trial: Trial, data: Path, tokenizer: str) -> list[tuple[int, float]]:
     """Train a trial in this process; return steps and validation losses."""
+    from torch.nn import functional as F
+
     import train as program
     from dataloader import BatchLoader
-    from torch.nn import functional as F
 
     points: list[tuple[int, float]] = []
     validate, read, attend = program.validate, BatchLoader.next, F.scaled_dot_product_attention
@@ -229,8 +238,9 @@ def train(trial: Trial, data: Path, tokenizer: str) -> list[tuple[int, float]]:
         options = {
             "num_layers": trial.layers, "num_heads": trial.heads, "embd_size": trial.width, "context_length": CONTEXT,
             "mini_batch_size": rows, "total_batch_size": rows * CONTEXT, "max_steps": trial.steps, "seed": trial.seed,
-            "eval_freq": 20 if trial.mistake else max(5, trial.steps // 60), "eval_tokens": VAL_TOKENS, "data_dir": data,
-            "tokenizer": tokenizer, "precision": "bf16", "compile": "off", "checkpoint_freq": 0, "checkpoint_minutes": 0,
+            "eval_freq": 20 if trial.mistake else max(5, trial.steps // 60), "eval_tokens": VAL_TOKENS,
+            "data_dir": data, "tokenizer": tokenizer, "precision": "bf16", "compile": "off", "checkpoint_freq": 0,
+            "checkpoint_minutes": 0,
             "hellaswag_freq": 0, "sample_freq": 0, "log_freq": 100, "max_bad_steps": 0, "check_steps": 0,
             "checkpoint_dir": folder, "logdir": folder, **of_side,
         }  # fmt: skip
@@ -284,7 +294,8 @@ def main() -> None:
         train_all(args.file, args.out, args.workers)
     if not args.file.exists():
         raise UserError(f"{args.file}: no such file; --train writes it")
-    print("\n".join(tables(json.loads(args.file.read_text()))))
+    curves = json.loads(args.file.read_text())
+    print("\n\n".join("\n".join(table(curves)) for table in (of_targets, of_held_out, of_mistakes)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import convert_hf
 import generate
 import hellaswag_eval
 import look
+import predict
 import prepare_dataset
 import replay
 import train
@@ -33,6 +34,7 @@ OPTIONS = {
     "generate.py": generate.GenerateOptions,
     "hellaswag_eval.py": hellaswag_eval.EvaluationOptions,
     "look.py": look.LookOptions,
+    "predict.py": predict.PredictOptions,
     "monitor_training.sh": monitor_training.MonitorOptions,
     "prepare_dataset.py": prepare_dataset.PrepareOptions,
     "replay.py": replay.ReplayOptions,

@@ -104,7 +104,7 @@ COMPARED = [n for n, f in FIELDS.items() if f.metadata["group"] == "model" or f.
 COMPARED += ["vocab_size", "max_steps", "optimizer", "tokenizer"]
 TOLERANCE = 2  # times as far from the expected loss as the end of its interval: still no alarm
 IN_A_ROW = 2  # validations outside
-ADVICE = "write it again with predict.py, or start without --expect"
+ADVICE = "write it again with predict.py, or add --expect= to do without"
 Positive = Annotated[float, 1e-9]
 
 

@@ -250,7 +250,7 @@ def _settle_on_main(
         "notes": tuple(filter(None, notes)),
         "writes": writes,
         "is_finished": bool(ended) and history.step >= config.max_steps,
-        "expected": Expected.load(config) if config.expect and config.trains else None,
+        "expected": Expected.load(config) if config.expect and writes else None,
     }
 
 

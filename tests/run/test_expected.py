@@ -13,6 +13,7 @@ from stories import own_folders as folders
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import trained_with
 from steadygpt.config import TrainConfig
+from steadygpt.log.alerts import Alerts
 from steadygpt.run.expected import (
     IN_A_ROW,
     NINETY,
@@ -110,15 +111,18 @@ def write(**changes) -> list[str]:
     return ["--expect", "prediction.json", "--eval_freq", "1", *folders("run")]
 
 
-def test_a_run_logs_its_band_and_warns_once_when_it_leaves_it(workdir, capsys):
+def test_a_run_logs_its_band_and_warns_once_when_it_leaves_it(workdir, capsys, monkeypatch):
     flags = write(curve=[(1, 5.6, 5.5, 5.7), (8, 1.0, 0.99, 1.01)])
     capsys.readouterr()
-    assert run_here(*flags) == 0
+    sent = []
+    monkeypatch.setattr(Alerts, "send", lambda _, event, *rest: sent.append(event))
+    assert run_here(*flags, "--alert_url", "http://127.0.0.1:9/") == 0
     said = capsys.readouterr()
     assert "step 1/8 | val loss" in said.out and said.out.count(" | expected ") == 8
     warning = next(line for line in said.err.splitlines() if "expected" in line)
     assert "for the second time in a row; compare data, learning rates and code" in warning
     assert said.err.count("expected") == 1
+    assert sent == ["started", "off course", "finished"]
     assert list(metrics("logs-run", "expected_low")) == list(range(1, 9))
     status = json.loads(open("run/status.json").read())
     assert status["expected_high"] < 1.05 and len(status["warnings"]) == 1
@@ -145,3 +149,13 @@ def test_a_prediction_of_another_run_is_refused_before_anything_is_written(workd
 def test_a_missing_prediction_is_refused():
     with pytest.raises(UserError, match=r"none\.json: cannot be read \(No such file or directory\); write it again"):
         Expected.load(TrainConfig(expect="none.json"))
+
+
+def test_a_resumed_run_keeps_its_band_and_a_longer_one_needs_another(workdir):
+    flags = write()
+    assert run_here(*flags, "--max_hours", "1e-9") == 0
+    assert run_here("--resume", *folders("run")) == 0
+    assert metrics("logs-run", "expected_low")
+    with pytest.raises(UserError, match=r"another run \(max_steps 8 -> 9\); write it again with predict.py, or add --expect="):
+        run_here("--resume", "--max_steps", "9", *folders("run"))
+    assert run_here("--resume", "--max_steps", "9", "--expect=", *folders("run")) == 0
