@@ -43,7 +43,7 @@ WIDTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the ladder's models, as parts of the
 LENGTHS = (0, 1 / 4, 1 / 2, 1)  # of the rounds, as parts of the longest; the first one has PROBE_STEPS
 POINTS = 40  # validations of a run at most, and points of the predicted curve
 PROBE_STEPS = 40
-LEAST_EVAL_TOKENS = 65536
+EVAL_TOKENS = 2**17  # of a validation at most: sampling error well below 1 %, and the same rows in all runs
 FAR = 30  # times the ladder's FLOPs, beyond which an interval is twice as wide
 UNITS = ("", " k", " M", " B", " T")
 SHAPE = ("embd_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
@@ -193,7 +193,7 @@ class Ladder:
         Raises: UserError if it fails.
         """
         target, folder, steps, begun_s = self.target, self.folder / str(rung), rung.steps, time.monotonic()
-        eval_tokens = min(target.eval_tokens, max(LEAST_EVAL_TOKENS, steps * target.total_batch_size // (4 * POINTS)))
+        eval_tokens = min(target.eval_tokens, EVAL_TOKENS)
         options = {name: getattr(rung.config, name) for name in SHAPE} | {
             "max_steps": steps, "warmup_steps": min(target.warmup_steps, steps // 10), "eval_tokens": eval_tokens,
             "total_batch_size": target.total_batch_size, "run_name": rung, "checkpoint_dir": folder, "logdir": folder,
@@ -286,14 +286,15 @@ def budget(ladder: Ladder, plan: Plan, hours: float, gpu: str, price: float) -> 
     name = next((name for name in PEAK_FLOPS if gpu.lower() in name.lower()), "")
     if not name:
         raise UserError(f"--gpu {gpu}: no such GPU; expected a part of one of {', '.join(PEAK_FLOPS)}")
-    flops, target, found = 3600 * hours * PEAK_FLOPS[name] * SHARE_OF_PEAK, ladder.target, []
-    for heads in range(1, 8 * target.num_heads + 1):  # shapes like the target's
+    flops, target, found, heads = 3600 * hours * PEAK_FLOPS[name] * SHARE_OF_PEAK, ladder.target, [], 1
+    while True:
         width = heads * target.embd_size // target.num_heads
         config = scaled(target, width, max(1, round(target.num_layers * width / target.embd_size)))
         size = size_of(config)
         if (tokens := flops / (6 * size)) < PROBE_STEPS * target.total_batch_size:
             break
         found.append((config, size, tokens, *ladder.predict(size, tokens)))
+        heads += 1 + heads // 8
     if not found:
         raise UserError(f"--gpu_hours {hours:g}: too few for {PROBE_STEPS} steps of the narrowest model")
     cost = f"; {hours * price:,.2f} at {price:,.2f} per hour" * bool(price)
@@ -329,9 +330,9 @@ def draw(ladder: Ladder, found: Prediction, file: Path) -> str:
     by_size.errorbar([size], [loss], [[loss - low], [high - loss]], fmt="ks", capsize=4, label="the run")
     by_size.set(xscale="log", xlabel="FLOPs per token / 6", ylabel="validation loss")
     steps, middle, lower, upper = zip(*found.curve, strict=True)
-    for rung in ladder.rungs()[-len(ladder.shapes) :]:
-        curve = ladder.curve(rung)
-        by_step.plot([*curve], [of[0] for of in curve.values()], color="0.7", label=f"{rung.config.embd_size} wide")
+    for i, rung in enumerate(ladder.rungs()[-len(WIDTHS) :]):
+        curve, grey = ladder.curve(rung), f"{0.8 - 0.15 * i}"
+        by_step.plot([*curve], [of[0] for of in curve.values()], color=grey, label=f"{rung.config.embd_size} wide")
     by_step.plot(steps, middle, "k", label="the run")
     by_step.fill_between(steps, lower, upper, color="k", alpha=0.15, lw=0)
     by_step.set(xlabel="steps", xscale="log")
@@ -358,8 +359,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError("the ladder has small models; expected python predict.py, without torchrun")
         history = open_history(config, given, ranks, held)
         plan = settle(history, open_data(history, ranks), ranks)
-        if not plan.data.sources:
-            raise UserError(f"{data}: found no shards; prepare the data first, see prepare_dataset.py")
+        if not (plan.data.sources and plan.data.val_sets):
+            raise UserError(f"{data}: found no shards to train and validate on; see prepare_dataset.py")
         held.enter_context(lock_folder(folder, "wait for it to end, or give another --ladder"))
         ladder = Ladder(plan.config, folder, options.minutes)
         names = [name for name, source in given.items() if source == "flag" and name != "micro_steps"]

