@@ -354,6 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = Path(next(iter(config.sources().values()))[0])
     folder = Path(options.ladder or data / "ladder")
     config = replace(config, checkpoint_dir=str(folder / "run"), dry_run="plan", expect="")
+    config = replace(config, eval_freq=config.eval_freq or 1)  # the ladder validates in any case
     with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
         if ranks.world_size > 1:
             raise UserError("the ladder has small models; expected python predict.py, without torchrun")

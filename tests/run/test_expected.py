@@ -43,7 +43,7 @@ def test_a_law_is_found_again_and_extrapolates(a, b, e, of_size, of_tokens):
 
     points = points_of(law)
     longest = points.of(points.tokens == TOKENS[-1])
-    assert fitted(points)(longest.sizes, TOKENS[-1]) == pytest.approx(longest.losses, rel=0.01)
+    assert fitted(points)(longest.sizes, TOKENS[-1]) == pytest.approx(longest.losses, rel=0.02)
     loss, deviation = predicted(points, 3.2e6, 1e8)
     assert loss == pytest.approx(law(3.2e6, 1e8), rel=0.1)
     assert abs(math.log(loss / law(3.2e6, 1e8))) < NINETY * deviation
@@ -154,7 +154,7 @@ def test_a_missing_prediction_is_refused():
 def test_a_resumed_run_keeps_its_band_and_a_longer_one_needs_another(workdir):
     flags = write()
     assert run_here(*flags, "--max_hours", "1e-9") == 0
-    assert run_here("--resume", *folders("run")) == 0
+    assert run_here("--resume", "--eval_freq", "1", "--max_hours", "0", *folders("run")) == 0
     assert metrics("logs-run", "expected_low")
     with pytest.raises(
         UserError, match=r"another run \(max_steps 8 -> 9\); write it again with predict.py, or add --expect="
