@@ -267,9 +267,9 @@ def answer(ladder: Ladder, found: Prediction) -> Iterator[str]:
     if not math.isnan(bits):
         yield labelled("bits/byte", "{:.3f}, {:.3f} to {:.3f}".format(*(bits / last * loss for loss in losses)))
     if found.ladder_compute * FAR < 1:
-        yield labelled("beware", f"more than {FAR} times the ladder's FLOPs: an interval twice as wide")
+        yield labelled("caution", f"more than {FAR} times the ladder's FLOPs: an interval twice as wide")
     if (times := steps / rungs[-1].steps) > 1:
-        yield labelled("beware", f"{times:.1f} times the steps of the ladder, which knows nothing of later ones")
+        yield labelled("caution", f"{times:.1f} times the steps of the ladder, which knows nothing of later ones")
 
 
 def parameters_text(config: TrainConfig) -> str:
@@ -309,7 +309,7 @@ def budget(ladder: Ladder, plan: Plan, hours: float, gpu: str, price: float) -> 
         text = f"{parameters_text(config)}, {tokens_text(config, tokens)}{repeats}: loss {lost}"
         yield labelled("best" if of is best else "instead", text)
     if flops > FAR * ladder.flops():
-        yield labelled("beware", f"{flops / ladder.flops():,.0f} times the ladder's FLOPs: intervals twice as wide")
+        yield labelled("caution", f"{flops / ladder.flops():,.0f} times the ladder's FLOPs: intervals twice as wide")
 
 
 def draw(ladder: Ladder, found: Prediction, file: Path) -> str:

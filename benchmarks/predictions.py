@@ -217,9 +217,11 @@ def train(trial: Trial, data: Path, tokenizer: str) -> list[tuple[int, float]]:
 
     import train as program
     from dataloader import BatchLoader
+    from steadygpt.machine import attention
 
     points: list[tuple[int, float]] = []
     validate, read, attend = program.validate, BatchLoader.next, F.scaled_dot_product_attention
+    is_short = attention.is_short_on_cpu
 
     def recorded(run, val):
         scores = validate(run, val)
@@ -246,11 +248,13 @@ def train(trial: Trial, data: Path, tokenizer: str) -> list[tuple[int, float]]:
         BatchLoader.next = lambda loader: broken(trial.mistake, *read(loader))
         if trial.mistake == "attention that sees ahead":
             F.scaled_dot_product_attention = lambda *args, **kwargs: attend(*args, **{**kwargs, "is_causal": False})
+            attention.is_short_on_cpu = lambda _: False
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Enough):
                 program.main([*flags(**options), *wrong])
         finally:
             program.validate, BatchLoader.next, F.scaled_dot_product_attention = validate, read, attend
+            attention.is_short_on_cpu = is_short
     return points
 
 

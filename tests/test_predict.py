@@ -70,7 +70,7 @@ def test_the_answer_is_near_the_law_and_is_a_prediction_for_the_run(ladders, cap
     (_, loss, low, high) = found.curve[-1]
     assert f"loss         {loss:.3f}, in 9 of 10 cases {low:.3f} to {high:.3f}\n" in said
     assert f"bits/byte    {2 * loss:.3f}, {2 * low:.3f} to {2 * high:.3f}\n" in said
-    assert "beware" not in said
+    assert "caution" not in said
     assert "12 runs, 16 to 48 wide, up to 4,000 steps" in said
     assert Path("data/prediction.svg").read_text().count("<svg") == 1
     assert Expected(found).compare(4000, loss)[1] == ""
