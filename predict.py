@@ -11,14 +11,16 @@ continues an interrupted ladder.
 
 import json
 import math
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +33,7 @@ from steadygpt.base.text import counted, duration_text, labelled, scaled_text
 from steadygpt.base.typed import read_json
 from steadygpt.checkpoint.files import EVALUATIONS, Evaluations
 from steadygpt.config import FIELDS, TrainConfig, parse_args
-from steadygpt.log.metrics import read_status
+from steadygpt.log.metrics import METRICS, read_records, read_status
 from steadygpt.machine.device import PEAK_FLOPS
 from steadygpt.machine.ranks import joined
 from steadygpt.run.expected import NINETY, Points, Prediction, compared, fitted, predicted
@@ -44,21 +46,24 @@ LENGTHS = (0, 1 / 4, 1 / 2, 1)  # of the rounds, as parts of the longest; the fi
 POINTS = 40  # validations of a run at most, and points of the predicted curve
 PROBE_STEPS = 40
 EVAL_TOKENS = 2**17  # of a validation at most: sampling error well below 1 %, and the same rows in all runs
-FAR = 30  # times the ladder's FLOPs, beyond which an interval is twice as wide
+EVAL_SHARE = 1 / 6  # of the work of a run, at most
+FAR, TOO_FAR = 30, 10_000  # times the ladder's FLOPs: an interval twice as wide; no prediction
 UNITS = ("", " k", " M", " B", " T")
 SHAPE = ("embd_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
 OUT = "out.txt"
 NOTHING_ELSE = {  # that a run of the ladder has no use for
-    "checkpoint_freq": 0, "hellaswag_freq": 0, "core_freq": 0, "core_dir": "", "sample_freq": 0, "audit_steps": 0,
-    "use_tensorboard": False, "use_wandb": False, "mirror": "", "alert_url": "", "expect": "", "max_hours": 0,
-    "sharding": "ddp", "cpu_offload": False,
+    "checkpoint_freq": 0, "log_freq": 1, "hellaswag_freq": 0, "core_freq": 0, "core_dir": "", "sample_freq": 0,
+    "audit_steps": 0, "use_tensorboard": False, "use_wandb": False, "mirror": "", "max_hours": 0, "sharding": "ddp",
+    "cpu_offload": False,
 }  # fmt: skip
+NOT_PASSED_ON = ("micro_steps", "alert_url", "expect")  # to the runs of the ladder
+OF_OTHER_RUNS = ("resume", "init_from", "batch_ramp", "eval_only", "dry_run", "list_checkpoints", "profile")
 ABOUT = "Predict the loss of the run that the options of train.py describe, from a ladder of small runs."
 
 
 @dataclass(frozen=True)
 class PredictOptions(TrainConfig):
-    minutes: float = option(0.0, "time for the ladder; 0 = it is trained already", "prediction")
+    minutes: float = option(0.0, "time for the ladder altogether; 0 = it is trained already", "prediction")
     ladder: str = option("", "folder of the ladder (default: ladder in the folder of the data)", "prediction")
     gpu_hours: float = option(0.0, "find the best size and tokens for so many hours of --gpu; 0 = off", "prediction")
     gpu: str = option("H100", "GPU, by a part of its name", "prediction")
@@ -68,15 +73,19 @@ class PredictOptions(TrainConfig):
 # the ladder
 
 
+def nearest(wanted: float, possible: Sequence[int]) -> int:
+    return min(possible, key=lambda n: (abs(n - wanted), -n))
+
+
 def scaled(config: TrainConfig, width: int, num_layers: int) -> TrainConfig:
     """Return a run of another shape, with heads of about the same size that share keys alike."""
-    share = width / config.embd_size
-    heads = max(1, round(config.num_heads * share))
-    while not config.head_dim and (width % heads or (width // heads) % 2):
-        heads += 1
+    share, odd = width / config.embd_size, config.head_size % 2  # rotary positions need an even size
+    possible = [n for n in range(1, width + 1) if config.head_dim or (width % n == 0 and width // n % 2 <= odd)]
+    heads = nearest(config.num_heads * share, possible)
+    shared = [n for n in range(1, heads + 1) if heads % n == 0]
     return replace(
         config, embd_size=width, num_heads=heads, num_layers=num_layers,
-        num_kv_heads=math.gcd(heads, config.num_kv_heads) if config.num_kv_heads else 0,
+        num_kv_heads=config.num_kv_heads and nearest(config.num_kv_heads * heads / config.num_heads, shared),
         intermediate_size=math.ceil(config.intermediate_size * share / 8) * 8,
     )  # fmt: skip
 
@@ -93,17 +102,20 @@ def size_of(config: TrainConfig) -> float:
 
 
 @cache
-def curve_of(folder: Path) -> dict[int, tuple[float, float]]:
-    """Return step -> validation loss and bits per byte, NaN if they are not known, of a finished run."""
-    found = read_json(folder / EVALUATIONS, Evaluations, "remove its folder")
-    return {step: (of["val_loss"], of.get("val_bpb", math.nan)) for step, of in sorted(found.items()) if of["val_loss"]}
+def curve_of(folder: Path, last: int) -> dict[int, tuple[float, float]]:
+    """Return step -> validation loss and bits per byte, NaN if unknown, of a run that ends at step `last`."""
+    found = read_json(folder / EVALUATIONS, Evaluations, f"remove {folder}")
+    losses = {step: (of.get("val_loss"), of.get("val_bpb") or math.nan) for step, of in sorted(found.items())}
+    curve = {step: (loss, bits) for step, (loss, bits) in losses.items() if loss}
+    if last not in curve:
+        raise UserError(f"{folder / EVALUATIONS}: no loss at step {last}, where the run ends; remove {folder}")
+    return curve
 
 
 class State(NamedTuple):
     """The content of ladder.json."""
 
-    options: dict[str, Any]  # of the target, see compared()
-    minutes: Annotated[float, 0]
+    target: dict[str, Any]  # its options, see compared(), and its data
     steps: list[Annotated[int, 1]]  # of the runs of each round, as decided before it
     seconds: dict[str, Annotated[float, 0]]  # of the runs that have finished
 
@@ -126,23 +138,25 @@ class Rung(NamedTuple):
 class Ladder:
     """Small runs of a target, in rounds of the same length; the first one, of a few steps, only measures their speed.
 
+    Args:
+        data: what identifies the target's data.
+
     Raises: UserError if the folder has the ladder of another target.
     """
 
-    def __init__(self, target: TrainConfig, folder: Path, minutes: float):
+    def __init__(self, target: TrainConfig, data: dict[str, Any], folder: Path):
         self.target, self.folder, self.file = target, folder, folder / "ladder.json"
-        self.state = State(compared(target), minutes, [], {})
+        self.state = State(compared(target) | data, [], {})
         if self.file.exists():
-            was = read_json(self.file, State, "remove it, or give another --ladder")
-            now = self.state.options | {"minutes": minutes or was.minutes}
-            if differs := difference(was.options | {"minutes": was.minutes}, now):
-                raise UserError(f"{folder}: is the ladder of another run ({differs}); give another --ladder")
-            self.state = was
-        elif not minutes:
-            raise UserError(f"{folder}: no ladder is there; give the --minutes that it may take")
-        widths = sorted({max(8, round(target.embd_size * share / 8) * 8) for share in WIDTHS})
-        if len(widths) < len(WIDTHS):
-            raise UserError(f"--embd_size {target.embd_size}: too narrow for a ladder; expected 64 or more")
+            found = read_json(self.file, State, f"remove {folder}, or give another --ladder")
+            if differs := difference(found.target, self.state.target):
+                raise UserError(f"{folder}: is the ladder of another run ({differs:.200}); give another --ladder")
+            self.state = found
+        widths: list[int] = []
+        for share in WIDTHS:
+            widths.append(max(round(target.embd_size * share / 8) * 8, *[width + 8 for width in widths], 8))
+        if widths[-1] > 0.7 * target.embd_size:
+            raise UserError(f"--embd_size {target.embd_size}: too narrow for a ladder; expected 48 or more")
         shapes = [scaled(target, width, target.num_layers) for width in widths]
         self.shapes = [(shape, size_of(shape)) for shape in shapes]
 
@@ -153,70 +167,93 @@ class Ladder:
         """Return all runs but those of the first round, from the shortest to the longest."""
         return [rung for number in range(1, len(self.state.steps)) for rung in self.round(number)]
 
-    def train(self, flags: Sequence[str]) -> None:
-        """Train what is missing, with the target's flags of train.py."""
-        for number in range(len(LENGTHS)):
+    def train(self, flags: Sequence[str], minutes: float) -> None:
+        """Train what is missing, in so many minutes altogether, with the target's flags of train.py.
+
+        Raises: UserError if a run fails, or if the time is too short.
+        """
+        if not (minutes or self.rungs()):
+            raise UserError(f"{self.folder}: no ladder is there; give the --minutes that it may take")
+        for number in count():
             if len(self.state.steps) == number:
-                self.state.steps.append(self.affordable(number))
+                steps = self.affordable(number, 60 * minutes)
+                if number and steps <= self.state.steps[-1] and self.rungs():
+                    return
+                self.state.steps.append(steps)
             for rung in self.round(number):
-                if (name := str(rung)) not in self.state.seconds:
-                    left_s = 60 * self.state.minutes - sum(self.state.seconds.values())
-                    print(f"{name}: training, {duration_text(max(0, left_s))} left for the ladder", flush=True)
+                if (name := str(rung)) not in self.state.seconds or not (self.folder / name / EVALUATIONS).exists():
+                    left_s = max(0.0, 60 * minutes - sum(self.state.seconds.values()))
+                    print(f"{name}: training, {duration_text(left_s)} left for the ladder", flush=True)
                     self.state.seconds[name] = self.run(rung, flags)
                     write_json(self.file, self.state)
                     print(f"{name}: loss {self.curve(rung)[rung.steps][0]:.4f}", flush=True)
 
-    def affordable(self, number: int) -> int:
-        """Return the steps of a round, by the time that the rounds before it have taken.
+    def affordable(self, number: int, seconds: float) -> int:
+        """Return the steps of a round, by the time that the rounds before it have taken, of so many in all.
 
-        Raises: UserError if there is too little time for it.
+        Raises: UserError if there is too little time for the first round that counts.
         """
-        most = math.ceil((LENGTHS[number] or 1) * self.target.max_steps)
+        lengths = LENGTHS[number:] or LENGTHS[-1:]
+        most = math.ceil((lengths[0] or 1) * self.target.max_steps)
         if not number:
             return min(PROBE_STEPS, most)
-        steps, lengths = self.state.steps, LENGTHS[number:]
+        steps = self.state.steps
         took_s = [sum(self.state.seconds[str(rung)] for rung in self.round(earlier)) for earlier in range(number)]
-        start_s, step_s = 0.0, took_s[-1] / steps[-1]
-        if number > 1 and steps[-1] > steps[-2] and took_s[-1] > took_s[-2]:
-            step_s = (took_s[-1] - took_s[-2]) / (steps[-1] - steps[-2])
-            start_s = max(0.0, took_s[-1] - step_s * steps[-1])
-        left_s = 60 * self.state.minutes - sum(took_s) - len(lengths) * start_s
+        if number == 1:  # most of the time is that of the starts
+            step_s = sum(self.step_s(rung) for rung in self.round(0)) / (1 - EVAL_SHARE)
+        else:
+            step_s = max(0.0, took_s[-1] - took_s[-2]) / max(1, steps[-1] - steps[-2]) or took_s[-1] / steps[-1]
+        start_s = max(0.0, took_s[-1] - step_s * steps[-1])
+        left_s = seconds - sum(took_s) - len(lengths) * start_s
         possible = math.floor(lengths[0] / sum(lengths) * left_s / step_s)
         if number == 1 and possible < min(steps[-1], most):
-            needed_s = 60 * self.state.minutes - left_s + steps[-1] / lengths[0] * sum(lengths) * step_s
-            raise UserError(f"--minutes {self.state.minutes:g}: too few; expected at least {math.ceil(needed_s / 60)}")
-        return max(1, min(possible, most))
+            needed_s = seconds - left_s + steps[-1] / lengths[0] * sum(lengths) * step_s
+            raise UserError(f"--minutes {seconds / 60:g}: too few; expected at least {math.ceil(needed_s / 60)}")
+        return min(possible, most)
+
+    def step_s(self, rung: Rung) -> float:
+        """Return the median seconds of a step of a finished run."""
+        return (
+            median(record["step_ms"] or 0 for record in read_records(self.folder / str(rung) / METRICS, "step_ms"))
+            / 1000
+        )
 
     def run(self, rung: Rung, flags: Sequence[str]) -> float:
-        """Train a run to its end, or continue it; return its seconds.
+        """Train a run to its end, or continue it; return its seconds, those before an interruption included.
 
-        Raises: UserError if it fails.
+        Raises: UserError if it fails, KeyboardInterrupt once it has saved after a signal.
         """
-        target, folder, steps, begun_s = self.target, self.folder / str(rung), rung.steps, time.monotonic()
+        target, folder, steps = self.target, self.folder / str(rung), rung.steps
         eval_tokens = min(target.eval_tokens, EVAL_TOKENS)
+        every = math.ceil(
+            eval_tokens / (3 * EVAL_SHARE * target.total_batch_size)
+        )  # forward is a third of a step's work
         options = {name: getattr(rung.config, name) for name in SHAPE} | {
-            "max_steps": steps, "warmup_steps": min(target.warmup_steps, steps // 10), "eval_tokens": eval_tokens,
-            "total_batch_size": target.total_batch_size, "run_name": rung, "checkpoint_dir": folder, "logdir": folder,
-            # Validations take at most a sixth of the work.
-            "eval_freq": max(1, steps // POINTS, 2 * eval_tokens // target.total_batch_size), "resume": "auto",
-            **NOTHING_ELSE,
+            "max_steps": steps, "warmup_steps": round(target.warmup_steps * steps / target.max_steps), "run_name": rung,
+            "total_batch_size": target.total_batch_size, "eval_tokens": eval_tokens, "resume": "auto",
+            "eval_freq": max(1, steps // POINTS, every), "checkpoint_dir": folder, "logdir": folder, **NOTHING_ELSE,
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         program = [sys.executable, str(Path(__file__).with_name("train.py"))]
         command = [*program, *flags, *(f"--{name}={value}" for name, value in options.items())]
-        with open(folder / OUT, "a") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        # A terminal sends Ctrl-C to this process alone, which passes it on once; the run then saves.
+        with (
+            open(folder / OUT, "w") as out,
+            subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True) as process,
+        ):
             try:
                 status = process.wait()
-            except KeyboardInterrupt:
-                process.wait()  # the terminal has sent Ctrl-C to it too, and it saves
-                raise
-        if status or read_status(folder).get("status") != "finished":
-            *_, last = (folder / OUT).read_text(errors="replace").strip().splitlines() or [""]
-            raise UserError(f"{folder}: the run ended with status {status}: {last}; see {OUT} there")
-        return time.monotonic() - begun_s
+            finally:
+                process.terminate()
+        ended = read_status(folder)
+        if status or ended.get("status") != "finished":
+            said = (folder / OUT).read_text(errors="replace").strip().splitlines() or [""]
+            *_, line = [line for line in said if line.startswith(("error: ", "failed "))] or said
+            raise UserError(f"{folder}: the run ended with status {status}: {line}; see {OUT} there")
+        return ended.get("elapsed_s", 0.0)
 
     def curve(self, rung: Rung) -> dict[int, tuple[float, float]]:
-        return curve_of(self.folder / str(rung))
+        return curve_of(self.folder / str(rung), rung.steps)
 
     def flops(self) -> float:
         """Return the FLOPs of all runs."""
@@ -234,8 +271,12 @@ class Ladder:
 
     def predict(self, size: float, tokens: float, part: float = 1.0) -> tuple[float, float]:
         """Return a loss after a part of a run, and by which factor it is at most higher or lower, in 9 of 10 cases."""
+        if (times := 6 * size * tokens / self.flops()) > TOO_FAR:
+            raise UserError(
+                f"{times:,.0f} times the ladder's FLOPs; expected at most {TOO_FAR:,}. Give it more --minutes"
+            )
         loss, deviation = predicted(self.points(part), size, tokens)
-        return loss, math.exp(NINETY * deviation * (2 if 6 * size * tokens > FAR * self.flops() else 1))
+        return loss, math.exp(NINETY * deviation * (2 if times > FAR else 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,25 +291,26 @@ def expected(ladder: Ladder) -> Prediction:
     for number in range(max(1, math.ceil(first * POINTS)), POINTS + 1):
         loss, factor = ladder.predict(size, tokens, number / POINTS)
         curve[math.ceil(number / POINTS * target.max_steps)] = loss, loss / factor, loss * factor
-    share = ladder.flops() / (6 * size * tokens)
-    return Prediction(compared(target), [(step, *of) for step, of in curve.items()], tokens, share)
+    return Prediction(compared(target), [(step, *of) for step, of in curve.items()])
 
 
 def answer(ladder: Ladder, found: Prediction) -> Iterator[str]:
     """Yield lines about the target."""
-    rungs, steps, (_, *losses) = ladder.rungs(), ladder.target.max_steps, found.curve[-1]
+    target, rungs, (_, *losses) = ladder.target, ladder.rungs(), found.curve[-1]
+    tokens = target.max_steps * target.total_batch_size
+    share = ladder.flops() / (6 * size_of(target) * tokens)
     widths = " to ".join(f"{rungs[i].config.embd_size}" for i in (0, -1))
     taken = duration_text(sum(ladder.state.seconds.values()))
     about = f"{counted(len(rungs), 'run')}, {widths} wide, up to {counted(rungs[-1].steps, 'step')}, in {taken}"
-    yield labelled("run", f"{parameters_text(ladder.target)}, {tokens_text(ladder.target, found.tokens)}")
-    yield labelled("ladder", f"{about}; {found.ladder_compute:.2g} of the run's FLOPs")
+    yield labelled("run", f"{parameters_text(target)}, {tokens_text(target, tokens)}")
+    yield labelled("ladder", f"{about}; {share:.2g} of the run's FLOPs")
     yield labelled("loss", "{:.3f}, in 9 of 10 cases {:.3f} to {:.3f}".format(*losses))
     last, bits = ladder.curve(rungs[-1])[rungs[-1].steps]
     if not math.isnan(bits):
         yield labelled("bits/byte", "{:.3f}, {:.3f} to {:.3f}".format(*(bits / last * loss for loss in losses)))
-    if found.ladder_compute * FAR < 1:
+    if share * FAR < 1:
         yield labelled("caution", f"more than {FAR} times the ladder's FLOPs: an interval twice as wide")
-    if (times := steps / rungs[-1].steps) > 1:
+    if (times := target.max_steps / rungs[-1].steps) > 1:
         yield labelled("caution", f"{times:.1f} times the steps of the ladder, which knows nothing of later ones")
 
 
@@ -278,16 +320,19 @@ def parameters_text(config: TrainConfig) -> str:
 
 
 def tokens_text(config: TrainConfig, tokens: float) -> str:
-    return f"{scaled_text(tokens, UNITS)} tokens in {tokens / config.total_batch_size:,.0f} steps"
+    return f"{scaled_text(tokens, UNITS)} tokens in {counted(round(tokens / config.total_batch_size), 'step')}"
 
 
 def budget(ladder: Ladder, plan: Plan, hours: float, gpu: str, price: float) -> Iterator[str]:
     """Yield lines about the best size for so many hours of a GPU, and what half and twice of it lose."""
-    name = next((name for name in PEAK_FLOPS if gpu.lower() in name.lower()), "")
-    if not name:
-        raise UserError(f"--gpu {gpu}: no such GPU; expected a part of one of {', '.join(PEAK_FLOPS)}")
-    flops, target, found, heads = 3600 * hours * PEAK_FLOPS[name] * SHARE_OF_PEAK, ladder.target, [], 1
-    while True:
+    peak, target, found, heads = (
+        PEAK_FLOPS[gpu],
+        ladder.target,
+        list[tuple[TrainConfig, float, float, float, float]](),
+        1,
+    )
+    flops = 3600 * hours * SHARE_OF_PEAK * peak * (0.5 if target.precision == "fp32" else 1.0)
+    while not found or found[-1][1] < 4 * min(found, key=lambda of: of[3])[1]:
         width = heads * target.embd_size // target.num_heads
         config = scaled(target, width, max(1, round(target.num_layers * width / target.embd_size)))
         size = size_of(config)
@@ -298,7 +343,7 @@ def budget(ladder: Ladder, plan: Plan, hours: float, gpu: str, price: float) -> 
     if not found:
         raise UserError(f"--gpu_hours {hours:g}: too few for {PROBE_STEPS} steps of the narrowest model")
     cost = f"; {hours * price:,.2f} at {price:,.2f} per hour" * bool(price)
-    yield labelled("budget", f"{hours:,g} h of one {name} at {SHARE_OF_PEAK:.0%} of its peak, {flops:.2g} FLOPs{cost}")
+    yield labelled("budget", f"{hours:,g} h of one {gpu} at {SHARE_OF_PEAK:.0%} of its peak, {flops:.2g} FLOPs{cost}")
     best = min(found, key=lambda of: of[3])
     chosen = [min(found, key=lambda of: abs(math.log(of[1] / best[1] / times))) for times in (0.5, 1, 2)]
     for of in dict.fromkeys(chosen):
@@ -323,7 +368,7 @@ def draw(ladder: Ladder, found: Prediction, file: Path) -> str:
     size, (_, loss, low, high) = size_of(ladder.target), found.curve[-1]
     tokens, points = ladder.target.total_batch_size, ladder.points()
     sizes = np.geomspace(points.sizes.min(), size)
-    for length in sorted({*points.tokens, float(found.tokens)}):
+    for length in sorted({*points.tokens, float(ladder.target.max_steps * tokens)}):
         of_length = points.of(points.tokens == length)
         by_size.plot(sizes, fitted(points)(sizes, length), color="0.8", zorder=0)
         by_size.plot(of_length.sizes, of_length.losses, "o", label=f"{length / tokens:,.0f} steps")
@@ -344,36 +389,50 @@ def draw(ladder: Ladder, found: Prediction, file: Path) -> str:
     return str(file)
 
 
+def interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    options, given = parse_args(sys.argv[1:] if argv is None else argv, PredictOptions, ABOUT)
+    argv = sys.argv[1:] if argv is None else argv
+    options, given = parse_args(argv, PredictOptions, ABOUT)
     assert isinstance(options, PredictOptions)
+    gpu = next((name for name in PEAK_FLOPS if options.gpu.lower() in name.lower()), "")
+    if wrong := [name for name in OF_OTHER_RUNS if name in given]:
+        raise UserError(f"--{wrong[-1]}: expected the options of a new run")
+    if not gpu:
+        raise UserError(f"--gpu {options.gpu}: no such GPU; expected a part of one of {', '.join(PEAK_FLOPS)}")
+    if ("gpu" in given) > bool(options.gpu_hours):
+        raise UserError("--gpu needs --gpu_hours")
+    if options.mix and not options.ladder:
+        raise UserError("--mix needs --ladder FOLDER, because it has no folder of its own")
     config = TrainConfig(**{name: getattr(options, name) for name in FIELDS})
-    given = {name: source for name, source in given.items() if name in FIELDS}
-    if config.resume or config.init_from != "scratch" or config.batch_ramp:
-        raise UserError("expected the options of a new run, without --resume, --init_from and --batch_ramp")
-    data = Path(next(iter(config.sources().values()))[0])
-    folder = Path(options.ladder or data / "ladder")
-    config = replace(config, checkpoint_dir=str(folder / "run"), dry_run="plan", expect="")
+    data = Path(options.ladder or config.data_dir)
+    folder = data if options.ladder else data / "ladder"
+    config = replace(config, checkpoint_dir=str(folder / "run"), dry_run="plan", expect="", alert_url="")
     config = replace(config, eval_freq=config.eval_freq or 1)  # the ladder validates in any case
     with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
         if ranks.world_size > 1:
             raise UserError("the ladder has small models; expected python predict.py, without torchrun")
-        history = open_history(config, given, ranks, held)
+        history = open_history(config, {n: source for n, source in given.items() if n in FIELDS}, ranks, held)
         plan = settle(history, open_data(history, ranks), ranks)
         if not (plan.data.sources and plan.data.val_sets):
             raise UserError(f"{data}: found no shards to train and validate on; see prepare_dataset.py")
         held.enter_context(lock_folder(folder, "wait for it to end, or give another --ladder"))
-        ladder = Ladder(plan.config, folder, options.minutes)
-        names = [name for name, source in given.items() if source == "flag" and name != "micro_steps"]
-        ladder.train([f"--{name}={getattr(config, name)}" for name in names])
+        entry = plan.starts[-1]
+        sets = {"data": sorted(entry["shares"].items()), "validation": [of for _, of in entry["val_sets"].values()]}
+        ladder = Ladder(plan.config, {name: str(of) for name, of in sets.items()} | {"seed": config.seed}, folder)
+        signal.signal(signal.SIGTERM, interrupt)
+        names = [name for name in FIELDS if given.get(name) == "flag" and name not in NOT_PASSED_ON]
+        ladder.train([f"--{name}={getattr(config, name)}" for name in names], options.minutes)
         if options.gpu_hours:
-            lines = [*budget(ladder, plan, options.gpu_hours, options.gpu, config.gpu_hour_cost)]
-        else:
-            found, file = expected(ladder), data / "prediction.json"
-            write_json(file, found)
-            lines = [*answer(ladder, found), *forecast(plan), labelled("file", f"{file}, for train.py --expect")]
-            lines.append(labelled("picture", draw(ladder, found, data / "prediction.svg")))
-        print("\n".join(lines))
+            print("\n".join(budget(ladder, plan, options.gpu_hours, gpu, config.gpu_hour_cost)))
+            return
+        found, file = expected(ladder), data / "prediction.json"
+        print("\n".join([*answer(ladder, found), *forecast(plan)]))
+        write_json(file, found)
+        print(labelled("file", f"{file}, for train.py --expect"))
+        print(labelled("picture", draw(ladder, found, data / "prediction.svg")))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def loss_at(curves: Curves, trial: Trial, part: float = 1.0) -> float:
 def ladder_of(target: Trial, longest: float = 1.0) -> list[Trial]:
     """Return the recorded runs that a ladder of a target may have, the longest with a part of its steps."""
     same = [trial for trial in GRID if trial[:2] == target[:2] and trial.layers == target.layers]
-    narrower = [trial for trial in same if target.width <= 6 * trial.width <= 4 * target.width]
+    narrower = [trial for trial in same if target.width <= 6 * trial.width <= 3 * target.width]
     return [trial for trial in narrower if 0.25 <= trial.steps / (longest * target.steps) <= 1]
 
 

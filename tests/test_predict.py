@@ -1,6 +1,7 @@
 """predict.py: the ladder, its time, interruptions and refusals; the answer, and the best size for a budget."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def ladders(tmp_path, monkeypatch) -> list[str]:
         (folder / "status.json").write_text(json.dumps({"status": "finished"}))
         return START_S + rung.steps * step_s
 
+    monkeypatch.setattr(Ladder, "step_s", lambda _, rung: rung.size * 2e-7 + 0.002)
     monkeypatch.setattr(Ladder, "run", run)
     predict.curve_of.cache_clear()
 
@@ -63,11 +65,10 @@ def test_the_answer_is_near_the_law_and_is_a_prediction_for_the_run(ladders, cap
     found = Prediction(**json.loads(Path("data/prediction.json").read_text()))
     assert len(found.curve) == POINTS and [step for step, *_ in found.curve] == list(range(100, 4001, 100))
     size = predict.size_of(TrainConfig(**{**found.options, "embd_size": 96}))
-    assert found.tokens == 4000 * 64
     for step, loss, low, high in found.curve:
         assert low < loss < high
         assert loss == pytest.approx(law(size, step * 64), rel=0.02)
-    (_, loss, low, high) = found.curve[-1]
+    _, loss, low, high = found.curve[-1]
     assert f"loss         {loss:.3f}, in 9 of 10 cases {low:.3f} to {high:.3f}\n" in said
     assert f"bits/byte    {2 * loss:.3f}, {2 * low:.3f} to {2 * high:.3f}\n" in said
     assert "caution" not in said
@@ -92,7 +93,7 @@ def test_a_short_ladder_says_what_it_does_not_know(ladders, capsys):
 
 def test_an_interrupted_ladder_continues_with_the_run_that_was_cut_off(ladders, monkeypatch):
     predict.main([*TARGET, "--minutes", "100", "--ladder", "whole"])
-    whole, answer = list(ladders), Path("data/prediction.json").read_text()
+    whole, answer = list(ladders), Path("whole/prediction.json").read_text()
     ladders.clear()
     for number in (1, 4, 9):
         monkeypatch.setitem(STOP_AT, "number", number)
@@ -108,16 +109,53 @@ def test_an_interrupted_ladder_continues_with_the_run_that_was_cut_off(ladders, 
     assert Path("data/prediction.json").read_text() == answer
 
 
+def test_more_minutes_extend_a_ladder(ladders):
+    predict.main([*TARGET, "--minutes", "2", "--max_steps", "1000000"])
+    before, trained = state(), len(ladders)
+    predict.main([*TARGET, "--minutes", "6", "--max_steps", "1000000"])
+    assert state()["steps"][:4] == before["steps"] and len(state()["steps"]) == 5
+    assert sum(state()["seconds"].values()) == pytest.approx(360, rel=0.1)
+    assert len(ladders) == trained + 4
+
+
+def test_a_ladder_ends_early_if_a_round_took_too_long(ladders, monkeypatch):
+    run = Ladder.run
+    monkeypatch.setattr(
+        Ladder, "run", lambda ladder, rung, flags: run(ladder, rung, flags) * (9 if rung.steps > 400 else 1)
+    )
+    predict.main([*TARGET, "--minutes", "3", "--max_steps", "1000000"])
+    steps = state()["steps"]
+    assert len(steps) < 4 and steps == sorted({*steps})
+
+
+def test_a_run_whose_folder_was_removed_is_trained_again(ladders):
+    predict.main([*TARGET, "--minutes", "10"])
+    ladders.clear()
+    damaged = f"width-24-steps-{state()['steps'][-1]}"
+    file = Path("data/ladder", damaged, EVALUATIONS)
+    for content in ("{}", '{"3": {"val_loss": 2}}', "[", '{"4000": {}}'):
+        file.write_text(content)
+        predict.curve_of.cache_clear()
+        with pytest.raises(UserError, match=f"remove data/ladder/{damaged}$"):
+            predict.main(TARGET)
+    shutil.rmtree(file.parent)
+    predict.main(TARGET)
+    assert ladders == [damaged]
+
+
 REFUSED = [
     ([], "data/ladder: no ladder is there; give the --minutes that it may take"),
     (["--minutes=0.2"], "--minutes 0.2: too few; expected at least "),
-    (["--minutes=9", "--embd_size=32"], "--embd_size 32: too narrow for a ladder; expected 64 or more"),
-    (["--minutes=9", "--resume=latest"], "expected the options of a new run, without --resume"),
+    (["--minutes=9", "--embd_size=32"], "--embd_size 32: too narrow for a ladder; expected 48 or more"),
+    (["--minutes=9", "--resume=latest"], "--resume: expected the options of a new run"),
     (["--minutes=9", "--data_dir=none"], "none: found no shards to train and validate on"),
     (
         ["--minutes=9", "--gpu_hours=1", "--gpu=abacus"],
         "--gpu abacus: no such GPU; expected a part of one of NVIDIA B200",
     ),
+    (["--minutes=9", "--gpu=H100"], "--gpu needs --gpu_hours"),
+    (["--minutes=9", "--dry_run"], "--dry_run: expected the options of a new run"),
+    (["--minutes=9", "--gpu_hours=1e9"], "times the ladder's FLOPs; expected at most 10,000. Give it more --minutes"),
     (["--minutes=9", "--gpu_hours=1e-12"], "--gpu_hours 1e-12: too few for 40 steps of the narrowest model"),
 ]
 
@@ -126,18 +164,28 @@ REFUSED = [
 def test_refusals(ladders, flags, line):
     with pytest.raises(UserError) as refused:
         predict.main([*TARGET, *flags])
-    assert str(refused.value).startswith(line)
+    assert line in str(refused.value)
+
+
+def test_a_mixture_needs_a_folder_for_its_ladder(ladders):
+    with pytest.raises(UserError, match="--mix needs --ladder FOLDER"):
+        predict.main([*TINY, "--mix=data", "--minutes=9"])
+    predict.main([*TINY, "--mix=data", "--embd_size=96", "--max_steps=400", "--minutes=9", "--ladder=mixed"])
+    assert Path("mixed/prediction.json").exists()
 
 
 def test_a_ladder_of_another_run_is_refused(ladders):
-    predict.main([*TARGET, "--minutes", "10"])
+    predict.main([*TARGET, "--minutes", "10", "--ladder", "data/ladder"])
+    write_data(Path("other"), (400, 40000), seed=1)
     for flags, line in (
-        (["--minutes=10", "--max_lr=3e-3"], "(max_lr 0.001 -> 0.003); give another --ladder"),
-        (["--minutes=20"], "(minutes 10.0 -> 20.0); give another --ladder"),
+        (["--max_lr=3e-3"], "(max_lr 0.001 -> 0.003); give another --ladder"),
+        (["--seed=3"], "(seed 1337 -> 3); give another --ladder"),
+        (["--data_dir=other"], "(data [("),
+        (["--val=other"], "(validation ["),
     ):
         with pytest.raises(UserError) as refused:
-            predict.main([*TARGET, *flags])
-        assert str(refused.value) == f"data/ladder: is the ladder of another run {line}"
+            predict.main([*TARGET, "--minutes=10", "--ladder=data/ladder", *flags])
+        assert str(refused.value).startswith(f"data/ladder: is the ladder of another run {line}")
 
 
 def test_the_best_size_loses_nothing_to_its_neighbours(ladders, capsys):
@@ -162,6 +210,9 @@ def test_the_best_size_loses_nothing_to_its_neighbours(ladders, capsys):
         ({"embd_size": 768, "num_heads": 12}, 128, 2, 0, 0),
         ({"embd_size": 768, "num_heads": 6}, 192, 2, 0, 0),
         ({"embd_size": 768, "num_heads": 12, "num_kv_heads": 4}, 384, 6, 2, 0),
+        ({"embd_size": 96, "num_heads": 6, "num_kv_heads": 2}, 32, 2, 1, 0),
+        ({"embd_size": 64, "num_heads": 64}, 8, 8, 0, 0),
+        ({"embd_size": 100, "num_heads": 4}, 25, 1, 0, 0),
         ({"embd_size": 384, "num_heads": 6, "intermediate_size": 1024}, 96, 2, 0, 256),
         ({"embd_size": 64, "num_heads": 4, "head_dim": 32}, 16, 1, 0, 0),
     ],
@@ -178,9 +229,15 @@ def test_a_run_of_the_ladder_is_that_of_train_py(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / "data", (400, 4000))
     target = TrainConfig(
-        embd_size=64, vocab_size=257, context_length=16, total_batch_size=64, eval_tokens=32, warmup_steps=2
+        embd_size=64,
+        vocab_size=257,
+        context_length=16,
+        total_batch_size=64,
+        eval_tokens=32,
+        max_steps=8,
+        warmup_steps=2,
     )
-    ladder = Ladder(target, tmp_path / "ladder", 1.0)
+    ladder = Ladder(target, {}, tmp_path / "ladder")
     rung = Rung(scaled(target, 16, 2), 1.0, 8)
     seconds = ladder.run(rung, [*TINY, *OF_DATA, "--sample_freq=2", "--eval_freq=4"])
     assert seconds > 0

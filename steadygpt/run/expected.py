@@ -118,8 +118,6 @@ class Prediction(NamedTuple):
 
     options: dict[str, Any]  # see compared()
     curve: list[tuple[Annotated[int, 1], Positive, Positive, Positive]]  # step, ascending; loss, ends of its interval
-    tokens: Annotated[int, 1]  # of the whole run
-    ladder_compute: Positive  # of all small runs, as a part of the run's FLOPs
 
 
 class Expected:
@@ -141,9 +139,14 @@ class Expected:
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror}); {ADVICE}") from None
         if differs := difference(found.options, compared(config)):
-            raise UserError(f"{file}: is for another run ({differs}); {ADVICE}")
-        if not found.curve:
-            raise UserError(f"{file}: curve is empty; {ADVICE}")
+            raise UserError(f"{file}: is for another run ({differs:.200}); {ADVICE}")
+        steps = [0, *(step for step, *_ in found.curve)]
+        if (
+            not found.curve
+            or steps != sorted({*steps})
+            or any(not low <= of <= high for _, of, low, high in found.curve)
+        ):
+            raise UserError(f"{file}: curve has no ascending steps, or a loss outside its interval; {ADVICE}")
         return cls(found)
 
     def compare(self, step: int, loss: float) -> tuple[dict[str, float], str]:

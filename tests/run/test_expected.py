@@ -81,7 +81,7 @@ CURVE = [(10, 5.0, 4.5, 5.5), (100, 3.0, 2.7, 3.4)]
 
 
 def expected() -> Expected:
-    return Expected(Prediction({}, CURVE, 1, 1.0))
+    return Expected(Prediction({}, CURVE))
 
 
 def test_the_band_follows_the_curve_between_its_points():
@@ -107,7 +107,7 @@ def write(**changes) -> list[str]:
     assert run_here("--eval_freq", "4", *folders("first")) == 0
     options = compared(trained_with(load("first/latest.pt")["starts"][-1]))
     with open("prediction.json", "w") as file:
-        json.dump(Prediction(options, [(1, 5.5, 5.4, 5.6)], 512, 0.1)._asdict() | changes, file)
+        json.dump(Prediction(options, [(1, 5.5, 5.4, 5.6)])._asdict() | changes, file)
     return ["--expect", "prediction.json", "--eval_freq", "1", *folders("run")]
 
 
@@ -133,9 +133,14 @@ def test_a_run_logs_its_band_and_warns_once_when_it_leaves_it(workdir, capsys, m
     [
         ({"options": {"max_lr": 3.0}}, "prediction.json: is for another run (num_layers None -> 2, "),
         ({"options": {"gone": 1}}, "prediction.json: is for another run ("),
-        ({"curve": []}, "prediction.json: curve is empty; write it again"),
+        *(
+            (
+                {"curve": curve},
+                "prediction.json: curve has no ascending steps, or a loss outside its interval; write it again",
+            )
+            for curve in ([], [(8, 2, 1, 3), (4, 2, 1, 3)], [(1, 2, 3, 1)])
+        ),
         ({"curve": [(1, 2.0, 0.0, 3.0)]}, "prediction.json: curve[0][2] is 0.0; expected "),
-        ({"tokens": None}, "prediction.json: tokens is None; expected "),
     ],
 )
 def test_a_prediction_of_another_run_is_refused_before_anything_is_written(workdir, changes, line):
