@@ -213,10 +213,8 @@ class Ladder:
 
     def step_s(self, rung: Rung) -> float:
         """Return the median seconds of a step of a finished run."""
-        return (
-            median(record["step_ms"] or 0 for record in read_records(self.folder / str(rung) / METRICS, "step_ms"))
-            / 1000
-        )
+        records = read_records(self.folder / str(rung) / METRICS, "step_ms")
+        return median(record["step_ms"] or 0.0 for record in records) / 1000
 
     def run(self, rung: Rung, flags: Sequence[str]) -> float:
         """Train a run to its end, or continue it; return its seconds, those before an interruption included.
@@ -225,9 +223,7 @@ class Ladder:
         """
         target, folder, steps = self.target, self.folder / str(rung), rung.steps
         eval_tokens = min(target.eval_tokens, EVAL_TOKENS)
-        every = math.ceil(
-            eval_tokens / (3 * EVAL_SHARE * target.total_batch_size)
-        )  # forward is a third of a step's work
+        every = math.ceil(eval_tokens / (3 * EVAL_SHARE * target.total_batch_size))  # a forward pass: a third of a step
         options = {name: getattr(rung.config, name) for name in SHAPE} | {
             "max_steps": steps, "warmup_steps": round(target.warmup_steps * steps / target.max_steps), "run_name": rung,
             "total_batch_size": target.total_batch_size, "eval_tokens": eval_tokens, "resume": "auto",
@@ -245,6 +241,7 @@ class Ladder:
                 status = process.wait()
             finally:
                 process.terminate()
+                process.wait()
         ended = read_status(folder)
         if status or ended.get("status") != "finished":
             said = (folder / OUT).read_text(errors="replace").strip().splitlines() or [""]
