@@ -94,7 +94,10 @@ HELD_OUT += [
 HELD_OUT += [Trial("stdlib", side, 192, 4, steps) for side in SIDES for steps in (400, 800, 1600)]
 HELD_OUT += [Trial("stdlib", side, 128, 4, steps) for side in SIDES for steps in (800, 1600)]
 GRID = [
-    Trial("packages", side, w, 6, steps) for side in SIDES for steps in (300, 600, 1200) for w in (64, 96, 128, 192)
+    Trial("packages", side, w, 6, steps)
+    for side in SIDES
+    for steps in (150, 300, 600, 1200)
+    for w in (64, 96, 128, 192)
 ]
 GRID += [Trial("packages", side, width, 6, steps) for side in SIDES for steps in (600, 1200) for width in (32, 48)]
 GRID += [Trial("stdlib", side, width, 4, steps) for side in SIDES for steps in (400, 800, 1600)
@@ -142,9 +145,9 @@ def alarms(found: list[float]) -> bool:
 
 
 def of_targets(curves: Curves) -> Iterator[str]:
-    """Yield the table of the runs with 10 M parameters, whose ladder has all or half of their steps."""
+    """Yield the table of the runs with 10 M parameters, whose ladder has a quarter, half or all of their steps."""
     yield "| the ladder's longest runs, of 1,200 steps | its FLOPs, of the run's | recipe | GPT-2 |\n|---|---|---|---|"
-    for longest in (0.5, 1.0):
+    for longest in (0.25, 0.5, 1.0):
         cells = []
         for side in SIDES:
             targets = [target for target in TARGETS if target.side == side and str(target) in curves]
