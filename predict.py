@@ -39,7 +39,7 @@ from steadygpt.machine.ranks import joined
 from steadygpt.run.expected import NINETY, Points, Prediction, compared, fitted, predicted
 from steadygpt.run.history import open_data, open_history
 from steadygpt.run.plan import MANY_EPOCHS, SHARE_OF_PEAK, Plan, forecast, settle
-from steadygpt.run.starts import difference
+from steadygpt.run.starts import difference, new_start
 
 WIDTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the ladder's models, as parts of the run's
 LENGTHS = (0, 1 / 4, 1 / 2, 1)  # of the rounds, as parts of the longest; the first one has PROBE_STEPS
@@ -54,7 +54,7 @@ OUT = "out.txt"
 NOTHING_ELSE = {  # that a run of the ladder has no use for
     "checkpoint_freq": 0, "log_freq": 1, "hellaswag_freq": 0, "core_freq": 0, "core_dir": "", "sample_freq": 0,
     "audit_steps": 0, "use_tensorboard": False, "use_wandb": False, "mirror": "", "max_hours": 0, "sharding": "ddp",
-    "cpu_offload": False,
+    "shard_size": 0, "cpu_offload": False, "expect": "", "alert_url": "",
 }  # fmt: skip
 NOT_PASSED_ON = ("micro_steps", "alert_url", "expect")  # to the runs of the ladder
 OF_OTHER_RUNS = ("resume", "init_from", "batch_ramp", "eval_only", "dry_run", "list_checkpoints", "profile")
@@ -79,9 +79,13 @@ def nearest(wanted: float, possible: Sequence[int]) -> int:
 
 def scaled(config: TrainConfig, width: int, num_layers: int) -> TrainConfig:
     """Return a run of another shape, with heads of about the same size that share keys alike."""
-    share, odd = width / config.embd_size, config.head_size % 2  # rotary positions need an even size
-    possible = [n for n in range(1, width + 1) if config.head_dim or (width % n == 0 and width // n % 2 <= odd)]
-    heads = nearest(config.num_heads * share, possible)
+    share, part = width / config.embd_size, config.rotary_pct  # of a head; rotary positions need an even number
+
+    def fits(size: int) -> bool:
+        return not part or int(size * part) in range(2, size + 1, 2)
+
+    divisors = [n for n in range(1, width + 1) if width % n == 0 and fits(width // n)]
+    heads = nearest(config.num_heads * share, range(1, width + 1) if config.head_dim else divisors or [1])
     shared = [n for n in range(1, heads + 1) if heads % n == 0]
     return replace(
         config, embd_size=width, num_heads=heads, num_layers=num_layers,
@@ -152,12 +156,14 @@ class Ladder:
             if differs := difference(found.target, self.state.target):
                 raise UserError(f"{folder}: is the ladder of another run ({differs:.200}); give another --ladder")
             self.state = found
-        widths: list[int] = []
+        unit, widths = max(8, 2 ** int(math.log2(target.embd_size / 12))), [0]  # of widths that kernels are fast at
         for share in WIDTHS:
-            widths.append(max(round(target.embd_size * share / 8) * 8, *[width + 8 for width in widths], 8))
+            widths.append(max(round(target.embd_size * share / unit) * unit, widths[-1] + unit))
         if widths[-1] > 0.7 * target.embd_size:
             raise UserError(f"--embd_size {target.embd_size}: too narrow for a ladder; expected 48 or more")
-        shapes = [scaled(target, width, target.num_layers) for width in widths]
+        shapes = [scaled(target, width, target.num_layers) for width in widths[1:]]
+        for shape in shapes:
+            shape.check_shape()
         self.shapes = [(shape, size_of(shape)) for shape in shapes]
 
     def round(self, number: int) -> list[Rung]:
@@ -182,6 +188,8 @@ class Ladder:
                 self.state.steps.append(steps)
             for rung in self.round(number):
                 if (name := str(rung)) not in self.state.seconds or not (self.folder / name / EVALUATIONS).exists():
+                    if not minutes:
+                        raise UserError(f"{self.folder / name}: not trained yet; give --minutes")
                     left_s = max(0.0, 60 * minutes - sum(self.state.seconds.values()))
                     print(f"{name}: training, {duration_text(left_s)} left for the ladder", flush=True)
                     self.state.seconds[name] = self.run(rung, flags)
@@ -199,12 +207,12 @@ class Ladder:
             return min(PROBE_STEPS, most)
         steps = self.state.steps
         took_s = [sum(self.state.seconds[str(rung)] for rung in self.round(earlier)) for earlier in range(number)]
-        if number == 1:  # most of the time is that of the starts
-            step_s = sum(self.step_s(rung) for rung in self.round(0)) / (1 - EVAL_SHARE)
+        if number == 1 or steps[-1] == steps[-2]:  # most of the time is that of the starts
+            step_s = sum(self.step_s(rung) for rung in self.round(number - 1)) / (1 - EVAL_SHARE)
         else:
             step_s = max(0.0, took_s[-1] - took_s[-2]) / max(1, steps[-1] - steps[-2]) or took_s[-1] / steps[-1]
         start_s = max(0.0, took_s[-1] - step_s * steps[-1])
-        left_s = seconds - sum(took_s) - len(lengths) * start_s
+        left_s = seconds - sum(self.state.seconds.values()) - len(lengths) * start_s
         possible = math.floor(lengths[0] / sum(lengths) * left_s / step_s)
         if number == 1 and possible < min(steps[-1], most):
             needed_s = seconds - left_s + steps[-1] / lengths[0] * sum(lengths) * step_s
@@ -213,8 +221,10 @@ class Ladder:
 
     def step_s(self, rung: Rung) -> float:
         """Return the median seconds of a step of a finished run."""
-        records = read_records(self.folder / str(rung) / METRICS, "step_ms")
-        return median(record["step_ms"] or 0.0 for record in records) / 1000
+        folder = self.folder / str(rung)
+        if not (found := [of["step_ms"] for of in read_records(folder / METRICS, "step_ms") if of["step_ms"]]):
+            raise UserError(f"{folder / METRICS}: has no times of steps; remove {folder}")
+        return median(found) / 1000
 
     def run(self, rung: Rung, flags: Sequence[str]) -> float:
         """Train a run to its end, or continue it; return its seconds, those before an interruption included.
@@ -269,9 +279,7 @@ class Ladder:
     def predict(self, size: float, tokens: float, part: float = 1.0) -> tuple[float, float]:
         """Return a loss after a part of a run, and by which factor it is at most higher or lower, in 9 of 10 cases."""
         if (times := 6 * size * tokens / self.flops()) > TOO_FAR:
-            raise UserError(
-                f"{times:,.0f} times the ladder's FLOPs; expected at most {TOO_FAR:,}. Give it more --minutes"
-            )
+            raise UserError(f"{times:,.0f} times the ladder's FLOPs; expected at most {TOO_FAR:,}. Train a longer one")
         loss, deviation = predicted(self.points(part), size, tokens)
         return loss, math.exp(NINETY * deviation * (2 if times > FAR else 1))
 
@@ -407,6 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = Path(options.ladder or config.data_dir)
     folder = data if options.ladder else data / "ladder"
     config = replace(config, checkpoint_dir=str(folder / "run"), dry_run="plan", expect="", alert_url="")
+    config = replace(config, sharding="ddp", shard_size=0, cpu_offload=False)  # for models this small
     config = replace(config, eval_freq=config.eval_freq or 1)  # the ladder validates in any case
     with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
         if ranks.world_size > 1:
@@ -416,10 +425,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not (plan.data.sources and plan.data.val_sets):
             raise UserError(f"{data}: found no shards to train and validate on; see prepare_dataset.py")
         held.enter_context(lock_folder(folder, "wait for it to end, or give another --ladder"))
-        entry = plan.starts[-1]
+        known = {shards.key: shards.check(plan.config.vocab_size, plan.fingerprint) for shards in plan.data.sets}
+        entry = new_start(history, plan.data, known, ranks)
         sets = {"data": sorted(entry["shares"].items()), "validation": [of for _, of in entry["val_sets"].values()]}
         ladder = Ladder(plan.config, {name: str(of) for name, of in sets.items()} | {"seed": config.seed}, folder)
-        signal.signal(signal.SIGTERM, interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores the latter
+                signal.signal(number, interrupt)
         names = [name for name in FIELDS if given.get(name) == "flag" and name not in NOT_PASSED_ON]
         ladder.train([f"--{name}={getattr(config, name)}" for name in names], options.minutes)
         if options.gpu_hours:

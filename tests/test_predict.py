@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import predict
 from predict import POINTS, Ladder, Rung, scaled
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import EVALUATIONS
-from steadygpt.config import TrainConfig
+from steadygpt.config import TrainConfig, parse_args
 from steadygpt.run.expected import Expected, Prediction
 
 OF_DATA = ("--data_dir", "data", "--tokenizer", "bytes")
@@ -128,6 +129,13 @@ def test_a_ladder_ends_early_if_a_round_took_too_long(ladders, monkeypatch):
     assert len(steps) < 4 and steps == sorted({*steps})
 
 
+@pytest.mark.parametrize("preset", [path.stem for path in predict.Path(predict.__file__).parent.glob("configs/*.toml")])
+def test_every_preset_but_the_smallest_has_a_ladder(preset, tmp_path):
+    config = replace(parse_args([f"--config={preset}"])[0], max_steps=1000)
+    widths = [shape.embd_size / config.embd_size for shape, _ in Ladder(config, {}, tmp_path).shapes]
+    assert widths == sorted({*widths}) and widths[0] >= 0.1 and widths[-1] <= 0.51
+
+
 def test_a_run_whose_folder_was_removed_is_trained_again(ladders):
     predict.main([*TARGET, "--minutes", "10"])
     ladders.clear()
@@ -139,7 +147,9 @@ def test_a_run_whose_folder_was_removed_is_trained_again(ladders):
         with pytest.raises(UserError, match=f"remove data/ladder/{damaged}$"):
             predict.main(TARGET)
     shutil.rmtree(file.parent)
-    predict.main(TARGET)
+    with pytest.raises(UserError, match=f"data/ladder/{damaged}: not trained yet; give --minutes"):
+        predict.main(TARGET)
+    predict.main([*TARGET, "--minutes", "10"])
     assert ladders == [damaged]
 
 
@@ -155,7 +165,7 @@ REFUSED = [
     ),
     (["--minutes=9", "--gpu=H100"], "--gpu needs --gpu_hours"),
     (["--minutes=9", "--dry_run"], "--dry_run: expected the options of a new run"),
-    (["--minutes=9", "--gpu_hours=1e9"], "times the ladder's FLOPs; expected at most 10,000. Give it more --minutes"),
+    (["--minutes=9", "--gpu_hours=1e9"], "times the ladder's FLOPs; expected at most 10,000. Train a longer one"),
     (["--minutes=9", "--gpu_hours=1e-12"], "--gpu_hours 1e-12: too few for 40 steps of the narrowest model"),
 ]
 
@@ -177,10 +187,12 @@ def test_a_mixture_needs_a_folder_for_its_ladder(ladders):
 def test_a_ladder_of_another_run_is_refused(ladders):
     predict.main([*TARGET, "--minutes", "10", "--ladder", "data/ladder"])
     write_data(Path("other"), (400, 40000), seed=1)
+    write_data(Path("bare"), (400, 40000), seed=2).joinpath("manifest.json").unlink()
     for flags, line in (
         (["--max_lr=3e-3"], "(max_lr 0.001 -> 0.003); give another --ladder"),
         (["--seed=3"], "(seed 1337 -> 3); give another --ladder"),
         (["--data_dir=other"], "(data [("),
+        (["--data_dir=bare"], "(data [("),
         (["--val=other"], "(validation ["),
     ):
         with pytest.raises(UserError) as refused:
@@ -212,6 +224,8 @@ def test_the_best_size_loses_nothing_to_its_neighbours(ladders, capsys):
         ({"embd_size": 768, "num_heads": 12, "num_kv_heads": 4}, 384, 6, 2, 0),
         ({"embd_size": 96, "num_heads": 6, "num_kv_heads": 2}, 32, 2, 1, 0),
         ({"embd_size": 64, "num_heads": 64}, 8, 8, 0, 0),
+        ({"embd_size": 64, "num_heads": 64, "rotary_pct": 1}, 8, 4, 0, 0),
+        ({"embd_size": 256, "num_heads": 8, "rotary_pct": 0.25}, 80, 2, 0, 0),
         ({"embd_size": 100, "num_heads": 4}, 25, 1, 0, 0),
         ({"embd_size": 384, "num_heads": 6, "intermediate_size": 1024}, 96, 2, 0, 256),
         ({"embd_size": 64, "num_heads": 4, "head_dim": 32}, 16, 1, 0, 0),
