@@ -56,7 +56,7 @@ NOTHING_ELSE = {  # that a run of the ladder has no use for
     "audit_steps": 0, "use_tensorboard": False, "use_wandb": False, "mirror": "", "max_hours": 0, "sharding": "ddp",
     "shard_size": 0, "cpu_offload": False, "expect": "", "alert_url": "",
 }  # fmt: skip
-NOT_PASSED_ON = ("micro_steps", "alert_url", "expect")  # to the runs of the ladder
+NOT_PASSED_ON = ("micro_steps", "alert_url")  # to the runs of the ladder; the latter is a secret
 OF_OTHER_RUNS = ("resume", "init_from", "batch_ramp", "eval_only", "dry_run", "list_checkpoints", "profile")
 ABOUT = "Predict the loss of the run that the options of train.py describe, from a ladder of small runs."
 
@@ -330,13 +330,9 @@ def tokens_text(config: TrainConfig, tokens: float) -> str:
 
 def budget(ladder: Ladder, plan: Plan, hours: float, gpu: str, price: float) -> Iterator[str]:
     """Yield lines about the best size for so many hours of a GPU, and what half and twice of it lose."""
-    peak, target, found, heads = (
-        PEAK_FLOPS[gpu],
-        ladder.target,
-        list[tuple[TrainConfig, float, float, float, float]](),
-        1,
-    )
-    flops = 3600 * hours * SHARE_OF_PEAK * peak * (0.5 if target.precision == "fp32" else 1.0)
+    target, heads = ladder.target, 1
+    found = list[tuple[TrainConfig, float, float, float, float]]()
+    flops = 3600 * hours * SHARE_OF_PEAK * PEAK_FLOPS[gpu] * (0.5 if target.precision == "fp32" else 1.0)
     while not found or found[-1][1] < 4 * min(found, key=lambda of: of[3])[1]:
         width = heads * target.embd_size // target.num_heads
         config = scaled(target, width, max(1, round(target.num_layers * width / target.embd_size)))

@@ -4,8 +4,8 @@
     python -m benchmarks.predictions --train --file new.json --workers 16      # all runs again, on a GPU in minutes
 
 Two texts: sources of packages (BPE of 4,096 tokens, steps of 8,192) and Python's library (bytes, steps of 4,096), both
-with the recipe and GPT-2. A target's ladder are the recorded runs of its depth with a sixth to two thirds of its width
-and a quarter to all of its steps. The losses are those of bf16, not compiled, on 65,536 tokens of held-out text.
+with the recipe and GPT-2. A target's ladder are the recorded runs of its depth with a sixth to half of its width and a
+quarter to all of its steps. The losses are those of bf16, not compiled, on 65,536 tokens of held-out text.
 """
 
 import argparse
@@ -106,6 +106,7 @@ BROKEN = [Trial("packages", side, 384, 6, 1200, mistake=mistake) for side in SID
 SHALLOW = [
     Trial("packages", side, width, max(1, round(width / 64)), 1200) for side in SIDES for width in (64, 96, 128, 192)
 ]
+SHALLOW += [Trial("packages", side, 128, 2, 1200, 1338) for side in SIDES]
 ALL = [*dict.fromkeys(TARGETS + BROKEN + GRID + HELD_OUT + SHALLOW)]
 Curves = dict[str, list[tuple[int, float]]]  # trial -> steps and losses
 
@@ -130,10 +131,10 @@ def predict(curves: Curves, target: Trial, ladder: list[Trial], part: float = 1.
     return predicted(Points(*np.array(found, float).T), target.size, target.tokens)
 
 
-def errors(curves: Curves, target: Trial, ladder: list[Trial], most: float = 1.0) -> list[float]:
+def errors(curves: Curves, target: Trial, ladder: list[Trial]) -> list[float]:
     """Return how many ends of the 90 % interval a run is away from each point of its predicted curve."""
-    parts, found = [number / PARTS for number in range(1, round(most * PARTS) + 1)], []
-    for part in parts:
+    found = []
+    for part in (number / PARTS for number in range(1, PARTS + 1)):
         loss, deviation = predict(curves, target, ladder, part)
         found.append(abs(math.log(loss_at(curves, target, part) / loss)) / (NINETY * deviation))
     return found
@@ -195,6 +196,15 @@ def of_mistakes(curves: Curves) -> Iterator[str]:
                     found.append(abs(math.log(ratio)) / (NINETY * deviation))
             cells.append(f"{'**yes**' if alarms(found) else 'no'} ({ratio - 1:+.0%})")
         yield f"| {mistake} | {' | '.join(cells)} |"
+
+
+def of_depths(curves: Curves) -> Iterator[str]:
+    """Yield the table of narrow models whose depth shrinks with their width, beside those of 6 layers."""
+    yield "| width x layers, 1,200 steps | recipe | with 6 layers | GPT-2 | with 6 layers |\n|---|---|---|---|---|"
+    for one, other in zip(*([trial for trial in SHALLOW if trial.side == side] for side in SIDES), strict=True):
+        losses = [loss_at(curves, of) for trial in (one, other) for of in (trial, trial._replace(layers=6, seed=1337))]
+        cells = " | ".join(f"{loss:.3f}" for loss in losses)
+        yield f"| {one.width} x {one.layers}, seed {one.seed} | {cells} |"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +309,7 @@ def main() -> None:
     if not args.file.exists():
         raise UserError(f"{args.file}: no such file; --train writes it")
     curves = json.loads(args.file.read_text())
-    print("\n\n".join("\n".join(table(curves)) for table in (of_targets, of_held_out, of_mistakes)))
+    print("\n\n".join("\n".join(table(curves)) for table in (of_targets, of_held_out, of_mistakes, of_depths)))
 
 
 if __name__ == "__main__":
