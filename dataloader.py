@@ -44,7 +44,7 @@ class Rows:
             number, within = divmod(start + filled, self.block_rows)
             block = self._block  # read once, because another loader's thread may replace it
             if block is None or number != block[0]:
-                positions = np.arange(number * self.block_rows, (number + 1) * self.block_rows)
+                positions = number * self.block_rows + np.arange(self.block_rows)
                 block = self._block = number, np.stack(self.locate(positions))
             end = min(count, filled + self.block_rows - within)
             found[:, filled:end] = block[1][:, within : within + end - filled]
@@ -82,24 +82,19 @@ class RowStream(Rows):
             shard.tokens()  # mapped now, so that the run can read files that are deleted or replaced while it goes on
         self.num_rows = np.array([(shard.num_tokens - 1) // T for shard in self.shards], np.int64)
         self.rows_per_epoch = int(self.num_rows.sum())
-        self.block_rows = min(BLOCK_ROWS, self.rows_per_epoch)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of the rows at positions (n,) in the stream, each (n,) int64."""
-        shard, row = np.empty_like(positions), np.empty_like(positions)
-        epochs, within = np.divmod(positions, self.rows_per_epoch)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order = np.arange(len(self.shards))
-            if self.shuffle_shards:
-                order = permute(order, len(order), key_of(self.seed, int(epoch)))
-            ends = self.num_rows[order].cumsum()
-            place = np.searchsorted(ends, within[here], side="right")
-            shard[here] = order[place]
-            row[here] = within[here] - (ends - self.num_rows[order])[place]
-            for s in np.unique(shard[here]) if self.shuffle_rows else ():
-                of_shard = here & (shard == s)
-                row[of_shard] = permute(row[of_shard], int(self.num_rows[s]), key_of(self.seed, int(epoch), int(s)))
+        epochs = np.arange(positions[0] // self.rows_per_epoch, positions[-1] // self.rows_per_epoch + 1)[:, None]
+        order = np.tile(np.arange(len(self.shards)), (len(epochs), 1))
+        if self.shuffle_shards:
+            order = permute(order, len(self.shards), key_of(self.seed, epochs))
+        ends = (self.num_rows[order].cumsum(1) + epochs * self.rows_per_epoch).ravel()  # in the stream
+        place = np.searchsorted(ends, positions, side="right")
+        shard = order.ravel()[place]
+        row = positions - (ends[place] - self.num_rows[shard])
+        if self.shuffle_rows:
+            row = permute(row, self.num_rows[shard], key_of(self.seed, positions // self.rows_per_epoch, shard))
         return shard, row * self.context_length
 
 

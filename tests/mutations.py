@@ -76,10 +76,8 @@ MUTATIONS = [
     Mutation("train.py", "of_virtual_rank == 0", "of_virtual_rank == 1", "faults/test_equal"),
     # The order of the data.
     Mutation("dataloader.py", "step[self.rank * count :][: count :", "step[self.rank :][: count :", "test_dataloader"),
-    Mutation("dataloader.py", 'within[here], side="right")', 'within[here], side="left")', "test_dataloader"),
-    Mutation(
-        "dataloader.py", "key_of(self.seed, int(epoch), int(s))", "key_of(self.seed, int(epoch))", "test_dataloader"
-    ),
+    Mutation("dataloader.py", 'ends, positions, side="right")', 'ends, positions, side="left")', "test_dataloader"),
+    Mutation("dataloader.py", "rows_per_epoch, shard))", "rows_per_epoch))", "test_dataloader"),
     Mutation("dataloader.py", "positions * self.stream.rows_per_epoch // self.count", "positions", "test_dataloader"),
     Mutation("dataloader.py", "(shard.num_tokens - 1) // T", "shard.num_tokens // T", "test_dataloader"),
     Mutation("dataloader.py", "if longest.num_tokens <= T:", "if longest.num_tokens < T:", "test_dataloader"),

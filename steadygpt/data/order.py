@@ -19,31 +19,34 @@ def scramble(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def key_of(*parts: int) -> np.ndarray:
-    """Hash the parts, in this order, to a (1,) uint64."""
+def key_of(*parts: int | np.ndarray) -> np.ndarray:
+    """Hash the parts, in this order, to uint64; arrays give an array of their shape, numbers alone (1,)."""
     key = np.zeros(1, np.uint64)
     for part in parts:
-        key = scramble(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(part))
+        key = scramble(key + np.uint64(0x9E3779B97F4A7C15) + np.asarray(part).astype(np.uint64))
     return key
 
 
-def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
+def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
     """Apply the pseudo-random permutation of range(n) that the key selects to i (int64), in O(1) per element.
+
+    Each element may have an n, at most 2**53, and a key of its own.
 
     A Feistel network over the next power of 4, repeated until the result is below n (Black and Rogaway 2002, "Ciphers
     with arbitrary finite domains"). Unlike NumPy's shuffles, it needs no table and never changes between releases.
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    bits = np.frexp(np.asarray(n) - 1)[1]  # of n - 1
+    half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
     mask = (np.uint64(1) << half) - np.uint64(1)
     round_keys = [scramble(key + np.uint64(r)) for r in range(6)]
     x = i.astype(np.uint64)
     outside = np.ones(x.shape, bool)
     while outside.any():
-        left, right = x[outside] >> half, x[outside] & mask
+        left, right = x >> half, x & mask
         for round_key in round_keys:
             left, right = right, left ^ (scramble(right + round_key) & mask)
-        x[outside] = (left << half) | right
-        outside = x >= np.uint64(n)
+        x = np.where(outside, (left << half) | right, x)
+        outside = x >= np.asarray(n).astype(np.uint64)
     return x.astype(np.int64)
 
 
