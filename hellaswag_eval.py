@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from model import GPT
 from steadygpt.base.options import UserError, option, parse_options, run_cli
+from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import TrainConfig
@@ -172,7 +172,8 @@ def score(
         """Score the questions of these indices, all others are 0."""
         batches = make_batches(widths[chosen], TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
         found = torch.zeros(len(questions), max(len(question.answers) for question in questions), 2).double()
-        for turn in tqdm(range(0, len(batches), ranks.world_size), desc=what, unit="batch", disable=not progress):
+        turns, hidden = range(0, len(batches), ranks.world_size), not (progress and batches)
+        for turn in ProgressBar(iterable=turns, total=len(turns), desc=what, unit="batch", disable=hidden):
             check()
             # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
             batch = chosen[batches[min(turn + ranks.rank, len(batches) - 1)]]

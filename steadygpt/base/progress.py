@@ -45,7 +45,7 @@ class ProgressBar(tqdm):
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if self.is_terminal:
             super().display(msg, pos)
-        elif self.n > self.initial:
+        elif self.n > self.initial and self._time() >= self.start_t + self.delay:
             print(self, file=sys.stderr, flush=True)
             self.mininterval = LOG_INTERVAL_S  # from the first line on, which comes with the first amount
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
-from tqdm import tqdm
 
 from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import check_regular, replace_file, sha256_of
 from steadygpt.base.options import OptionError, UserError
+from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
@@ -330,9 +330,9 @@ class ShardSet:
             return [*name_size_time, digest]
 
         with ThreadPoolExecutor() as pool:
-            checked = pool.map(check, self.shards)
+            checked, total = pool.map(check, self.shards), len(self.shards)
             # The delay hides the bar when the check is quick.
-            return list(tqdm(checked, desc="checking shards", total=len(self.shards), unit="shard", delay=3))
+            return [*ProgressBar(iterable=checked, total=total, desc="checking shards", unit="shard", delay=3)]
 
 
 class Recorded(NamedTuple):

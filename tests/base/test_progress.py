@@ -41,6 +41,14 @@ def test_in_a_log_file_lines_are_a_minute_apart(capsys):
     assert len(capsys.readouterr().err.splitlines()) == 2  # the first and the last
 
 
+def test_a_delay_hides_quick_work_and_nothing_is_shown_of_none(capsys):
+    for number, options in ((3, {"delay": 3}), (0, {})):
+        assert [*ProgressBar(iterable=range(number), total=number, desc="working", unit="B", **options)] == [
+            *range(number)
+        ]
+    assert capsys.readouterr().err == ""
+
+
 def test_names_of_files_cannot_control_the_terminal(capsys):
     say("a\x1b[2J\n: corrupt")
     with ProgressBar(desc="b\x1b[2J\n", total=1, unit="B") as bar:
