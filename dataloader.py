@@ -74,8 +74,8 @@ class RowStream(Rows):
         T, longest = self.context_length, max(self.shards, key=lambda shard: shard.num_tokens)
         if longest.num_tokens <= T:
             raise UserError(
-                f"{longest.path.parent}: no shard has {T + 1:,} tokens, one row of --context_length {T:,} and its last "
-                f"target; the longest has {longest.num_tokens:,}"
+                f"{longest.path}: the longest shard of its split; found {longest.num_tokens:,} tokens, "
+                f"expected {T + 1:,}, one row of --context_length {T:,} and its last target"
             )
         self.shards = [shard for shard in self.shards if shard.num_tokens > T]
         for shard in self.shards[:MAPPED]:

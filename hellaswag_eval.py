@@ -259,7 +259,9 @@ class Suite:
         """
         losses, norms = right_answers(self.questions, score(model, self.questions, ranks, check, progress))
         cut, ends = [question.is_cut for question in self.questions], accumulate(len(task.rows) for task in self.tasks)
-        examples = f"({len(cut):,} examples{f', {sum(cut):,} of them cut to the context of the model' * any(cut)})"
+        examples = (
+            f"({counted(len(cut), 'example')}{f', {sum(cut):,} of them cut to the context of the model' * any(cut)})"
+        )
         if self.name == HELLASWAG:
             acc, acc_norm = losses.mean().item(), norms.mean().item()
             text = f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} {examples}"

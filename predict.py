@@ -216,7 +216,10 @@ class Ladder:
         possible = math.floor(lengths[0] / sum(lengths) * left_s / step_s)
         if number == 1 and possible < min(steps[-1], most):
             needed_s = seconds - left_s + steps[-1] / lengths[0] * sum(lengths) * step_s
-            raise UserError(f"--minutes {seconds / 60:g}: too few; expected at least {math.ceil(needed_s / 60)}")
+            raise UserError(
+                f"--minutes {seconds / 60:g}: too few; expected at least {math.ceil(needed_s / 60)}. "
+                "The runs so far are kept"
+            )
         return min(possible, most)
 
     def step_s(self, rung: Rung) -> float:
@@ -308,7 +311,7 @@ def answer(ladder: Ladder, found: Prediction) -> Iterator[str]:
     taken = duration_text(sum(ladder.state.seconds.values()))
     about = f"{counted(len(rungs), 'run')}, {widths} wide, up to {counted(rungs[-1].steps, 'step')}, in {taken}"
     yield labelled("run", f"{parameters_text(target)}, {tokens_text(target, tokens)}")
-    yield labelled("ladder", f"{about}; {share:.2g} of the run's FLOPs")
+    yield labelled("ladder", f"{about}; {100 * share:.3g}% of the run's FLOPs")
     yield labelled("loss", "{:.3f}, in 9 of 10 cases {:.3f} to {:.3f}".format(*losses))
     last, bits = ladder.curve(rungs[-1])[rungs[-1].steps]
     if not math.isnan(bits):

@@ -479,14 +479,16 @@ def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
     read = sum(source.sizes[first : sample[-1].file]) + sample[-1].end if sample else 0
     if not (read and total):
         return None
-    found, token = manifest.encoder(out)(sample), manifest.document_token
+    encode, token = manifest.encoder(out), manifest.document_token
+    found = encode(sample)
     if suffix_of(source.names[first]) in LINES:  # a line may be much longer than its part
         read = max(read, found.text_bytes)
     if found.spelled:
+        name = source.names[next((part.file for part in sample if encode([part]).spelled), first)]
         code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
         how = f'line of JSON: python -c "{code}" < TEXT > documents.jsonl'
-        how = how if suffix_of(source.names[first]) in (".txt", ".md", ".py") else "row of its own"
-        text = f"{source.names[first]}: contains {token}, which is encoded as text"
+        how = how if suffix_of(name) in (".txt", ".md", ".py") else "row of its own"
+        text = f"{name}: contains {token}, which is encoded as text"
         say(f"{text}. If it separates documents, write each as a {how}")
     reasons = {reason for rows in found.skipped for _, reason in rows if "not a string" in reason}
     if reasons and not found.documents and not manifest.shards:
@@ -502,8 +504,8 @@ def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float,
     first, total = manifest.next["file"], sum(source.sizes)
     if 0 < text_bytes < 10 * manifest.val_bytes and not manifest.shards:
         raise UserError(
-            f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)}, so over a tenth of it "
-            f"would be val; choose the size of val, such as --val_tokens {int(tokens / 40)}"
+            f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)} of files, too little for a "
+            f"val of the usual size; choose its size, such as --val_tokens {int(tokens / 40)}"
         )
     shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
     downloads = source.needs(first, manifest.shard_size * total / max(tokens, 1))

@@ -306,7 +306,7 @@ def test_a_malformed_or_unfinished_manifest_is_rejected(tmp_path, text, words):
 def test_shards_without_a_whole_row_are_rejected(tmp_path):
     write_shard(tmp_path / "a_train_000000.npy", np.zeros(16, np.uint16))
     shards = train_shards(tmp_path).shards
-    refused(lambda: RowStream(shards, 16), "17 tokens", "--context_length 16", "16")
+    refused(lambda: RowStream(shards, 16), "--context_length 16", "found 16", "expected 17")
     assert RowStream(shards, 15).rows_per_epoch == 1
     write_shard(tmp_path / "b_train_000001.npy", np.zeros(0, np.uint16))
     train_shards(tmp_path).check(257)  # also without any token

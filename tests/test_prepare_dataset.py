@@ -239,11 +239,12 @@ def test_a_first_line_without_text_is_skipped_in_later_files():
 
 def test_texts_that_spell_the_document_token_are_counted_and_can_be_split(capsys):
     stories = ["One day\n", "\ntwo 'so'\n", "\nthree\n"]
-    write({"a.txt": END_OF_TEXT.join(stories)})
-    assert prepare("a.txt")["spelled"] == 2
+    write({"in/0.txt": "no such text", "in/a.txt": END_OF_TEXT.join(stories)})
+    assert prepare("in")["spelled"] == 2
     said = capsys.readouterr()
-    assert "1 document, 2 <|endoftext|> inside texts encoded as text, " in said.out
-    command = said.err.split("as a line of JSON: ")[1].splitlines()[0].replace("TEXT", "a.txt", 1)
+    assert "in/a.txt: contains <|endoftext|>, which is encoded as text. If it separates" in said.err
+    assert "2 documents, 2 <|endoftext|> inside texts encoded as text, " in said.out
+    command = said.err.split("as a line of JSON: ")[1].splitlines()[0].replace("TEXT", "in/a.txt", 1)
     subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
     prepare("documents.jsonl", "split")
     assert ids_of("split") == ids_expected(stories)

@@ -112,7 +112,7 @@ def test_val_is_a_fortieth_of_the_source_in_whole_documents(source, sources):
 def test_files_with_little_text_need_the_size_of_val():
     columns = {"text": TEXTS, "embedding": [os.urandom(5000) for _ in TEXTS]}
     pyarrow.parquet.write_table(pyarrow.table(columns), "wide.parquet")
-    message = r"about 5.\.\d kB of text in 2\.\d+ MB, so over a tenth .* such as --val_tokens 1\d{3}$"
+    message = r"about 5.\.\d kB of text in 2\.\d+ MB of files, too little .* such as --val_tokens 1\d{3}$"
     refused("--source wide.parquet", message)
     assert not Path("out").exists()
     assert prepare("wide.parquet", flags="--val_tokens 1000")["shards"][0]["tokens"] >= 1000
