@@ -84,7 +84,7 @@ class RowStream(Rows):
         self.rows_per_epoch = int(self.num_rows.sum())
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the first tokens of the rows at positions (n,) in the stream, each (n,) int64."""
+        """Return the shards and the first tokens of the rows at ascending positions (n,), each (n,) int64."""
         epochs = np.arange(positions[0] // self.rows_per_epoch, positions[-1] // self.rows_per_epoch + 1)[:, None]
         order = np.tile(np.arange(len(self.shards)), (len(epochs), 1))
         if self.shuffle_shards:

@@ -19,9 +19,7 @@ OF_DATA = ("--data_dir", "data", "--tokenizer", "bytes")
 TARGET = [*TINY, *OF_DATA, "--embd_size", "96", "--max_steps", "4000"]  # of 2 layers and 2 heads
 START_S = 3.0  # of every run of the stand-in
 STOP_AT = {"number": 0}  # the run that Ctrl-C stops
-
-
-DRAW = predict.draw
+DRAW = predict.draw  # which the fixture replaces
 
 
 def law(size: float, tokens: float) -> float:

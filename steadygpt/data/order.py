@@ -35,7 +35,7 @@ def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
     A Feistel network over the next power of 4, repeated until the result is below n (Black and Rogaway 2002, "Ciphers
     with arbitrary finite domains"). Unlike NumPy's shuffles, it needs no table and never changes between releases.
     """
-    bits = np.frexp(np.asarray(n) - 1)[1]  # of n - 1
+    bits, end = np.frexp(np.asarray(n) - 1)[1], np.asarray(n).astype(np.uint64)  # bits of n - 1
     half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
     mask = (np.uint64(1) << half) - np.uint64(1)
     round_keys = [scramble(key + np.uint64(r)) for r in range(6)]
@@ -46,7 +46,7 @@ def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
         for round_key in round_keys:
             left, right = right, left ^ (scramble(right + round_key) & mask)
         x = np.where(outside, (left << half) | right, x)
-        outside = x >= np.asarray(n).astype(np.uint64)
+        outside = x >= end
     return x.astype(np.int64)
 
 
