@@ -169,8 +169,9 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
     end = config.last_step(start["step"], start["row"], sum(rows.rows_per_epoch for rows in streams.values()))
     if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
-    first = config.row_after(step - start["step"], start["row"])
-    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), config.step_at(first), files
+    first = start["row"] + (step - start["step"]) * config.rows_per_step
+    rows_of_step = range(first, first + config.rows_per_step)
+    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), rows_of_step, files
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:

@@ -22,28 +22,6 @@ MUON_OPTIONS = ("lr", "weight_decay", "momentum", "beta2")
 AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time, unless one matrix has more
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer reads `found_inf` from the device's memory, as fused ones do for loss scaling.
-
-    It cannot when its parameters, all in one place, are in host memory. On MPS this was never tried.
-    """
-    parameter = optimizer.param_groups[0]["params"][0]
-    on_device = parameter.device.type == device.type != "mps"
-    return on_device and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def update_unless(skipped: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's update unless `skipped`, a scalar on the device, is 1.0; then nothing changes.
-
-    The host waits for `skipped` only if the optimizer cannot skip on the device.
-    """
-    if skips_on_device(optimizer, skipped.device):
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not skipped.item():
-        optimizer.step()
-
-
 def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
 
@@ -136,35 +114,34 @@ class Muon(torch.optim.AdamW):
                 self._update(stacked, **options)
 
     def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float, beta2: float) -> None:
-        skipped, matrices, squares = getattr(self, "found_inf", None), list[Tensor](), list[Tensor]()
-        skips = None if skipped is None else skipped > 0
-        taken = 1.0 if skipped is None else 1 - skipped  # of this update
+        matrices: list[Tensor] = []
+        mean_squares: list[Tensor] = []
         for parameter, parts in stacked:
+            gradient = parameter.grad
+            assert gradient is not None
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            average = state["momentum_buffer"].lerp(parameter.grad, 1 - momentum)
-            update = parameter.grad.lerp(average, momentum)  # type: ignore[union-attr]
-            if skips is not None:  # the gradient may be NaN
-                average = torch.where(skips, state["momentum_buffer"], average)
-                update = torch.where(skips, 0.0, update)
-            state["momentum_buffer"].copy_(average)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(average, momentum)
             matrices += full_tensor(update.to(self.dtype)).split(parts)
             if beta2:
                 neurons = [max(rows, parameter.size(1)) for rows in parts]
                 if "mean_squares" not in state:
                     state["mean_squares"] = torch.zeros(sum(neurons), device=matrices[-1].device)
-                squares += state["mean_squares"].split(neurons)
-        updates = iter(orthogonalized(matrices, self.ranks, squares, (1 - beta2) * taken))
-        decay = lr * weight_decay * taken
+                mean_squares += state["mean_squares"].split(neurons)
+        updates = iter(orthogonalized(matrices, self.ranks, mean_squares, 1 - beta2))
         for parameter, parts in stacked:
-            update = torch.cat([next(updates) * math.sqrt(max(1, rows / parameter.size(1))) for rows in parts])
-            own, update = own_part(parameter, update)
-            own.mul_(1 - decay).add_(update, alpha=-lr)
+            scaled = []
+            for rows in parts:
+                scaled.append(next(updates) * math.sqrt(max(1, rows / parameter.size(1))))
+            own, update = own_part(parameter, torch.cat(scaled))
+            own.mul_(1 - lr * weight_decay)
+            own.add_(update, alpha=-lr)
 
 
 def orthogonalized(
-    matrices: list[Tensor], ranks: Ranks, squares: Sequence[Tensor] = (), weight: float | Tensor = 0.0
+    matrices: list[Tensor], ranks: Ranks, squares: Sequence[Tensor] = (), weight: float = 0.0
 ) -> list[Tensor]:
     """Return the nearest (semi-)orthogonal matrices, approximately; with `squares`, they are normalized().
 
@@ -197,7 +174,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x
 
 
-def normalized(x: Tensor, mean_squares: list[Tensor], weight: float | Tensor) -> Tensor:
+def normalized(x: Tensor, mean_squares: list[Tensor], weight: float) -> Tensor:
     """Divide the update of each neuron by its root mean square over the steps; the norms of the matrices stay.
 
     A neuron is a column of x (N, rows, columns), rows <= columns. The rows of orthogonal matrices have one norm anyway.

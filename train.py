@@ -29,7 +29,7 @@ from dataloader import BatchLoader, Mixture, Rows, RowStream, Spread
 from generate import sample_texts
 from hellaswag_eval import Suite, load_suites
 from model import GPT, GPTConfig, new_model
-from optim import make_optimizer, skips_on_device, state_shapes, update_unless
+from optim import make_optimizer, state_shapes
 from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
@@ -43,7 +43,6 @@ from steadygpt.convert.weights import load_cropped
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
-from steadygpt.machine.audit import Audits
 from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
 from steadygpt.machine.digests import Corrupted, combined, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
@@ -54,7 +53,7 @@ from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs
 from steadygpt.run.plan import Plan, forecast, set_up, settle, validation_rows
 from steadygpt.run.repeats import Repeats
-from steadygpt.run.results import Diverged, Judge, Results, StepResult, pending
+from steadygpt.run.results import Diverged, Results, StepResult, judge
 from steadygpt.run.starts import epochs_of_sources, phase_of
 from steadygpt.run.summary import summarize, validation_text
 
@@ -80,9 +79,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
     state: TrainState  # the step, the rows consumed, losses: everything else that a checkpoint needs
-    audits: Audits
-    judge: Judge  # decides on the device which updates are skipped
-    results: Results  # reads what steps measured while the device continues: logs it, and updates the state's losses
+    results: Results  # logs what steps measured, and updates the state's losses
     host_copy: HostCopy  # the memory that saves copy weights and optimizer state to
     stop: StopSignal  # raises Stopped on all ranks together
     log: RunLog
@@ -150,14 +147,11 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
         forward = parallel.replicate(forward, ranks)
     identities = plan.starts[-1]["sources"]
     streams = {identities[shards.name][1]: stream for shards, stream, _ in data.sources}
-    delay = int(device.type == "cuda" and skips_on_device(optimizer, device))  # the GPU runs a step ahead of the host
     flops = plan.sketch.flops_per_token()
     run = Run(
         plan=plan, config=config, ranks=ranks, rows=Mixture(streams, phase_of(plan.starts), config.seed), model=model,
         forward=forward, gradient_sum=gradient_sum, optimizer=optimizer, scaler=scaler, state=state,
-        audits=Audits(ranks, config.deterministic or device.type == "cpu", config.sharding == "fsdp"),
-        judge=Judge(config, device, state.recent_losses, state.bad_steps),
-        results=Results(config, ranks, plan.schedule, state, log, flops, delay, repeats), host_copy=HostCopy(ranks),
+        results=Results(config, ranks, plan.schedule, state, log, flops, repeats), host_copy=HostCopy(ranks),
         stop=stop, log=log, saves=saves, tokenizer=tokenizer, suites=suites,
     )  # fmt: skip
     stop.listen()
@@ -168,84 +162,55 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
 # step
 
 
-def train_step(run: Run, batches: BatchLoader) -> Callable[[], StepResult]:
+def train_step(run: Run, batches: BatchLoader) -> StepResult:
     """Take the next optimizer step; its update is skipped if loss or gradient is not finite.
-
-    On CUDA the host does not wait for the GPU, but the function that this returns does.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
-    config, ranks, state, step = run.config, run.ranks, run.state, run.state.step
-    rows = config.step_at(state.rows_consumed)
-    micro_batches = len(rows) // config.mini_batch_size
+    config, ranks, state = run.config, run.ranks, run.state
+    rows = range(state.rows_consumed, state.rows_consumed + config.rows_per_step)
+    micro_batches = config.rows_per_step // config.mini_batch_size
     micro_steps = micro_batches // ranks.world_size
-    of_virtual_rank = micro_batches // config.virtual_ranks()
-    lr = run.plan.schedule.learning_rate(step)
+    micro_batches_per_virtual_rank = micro_batches // config.virtual_ranks()
+    # DDP and FSDP average the gradients over the ranks.
+    loss_divisor = micro_batches if run.gradient_sum else micro_steps
+    lr = run.plan.schedule.learning_rate(state.step)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
-    zero_gradients(run)
-    # DDP and FSDP average over the ranks.
-    parts = micro_batches if run.gradient_sum else micro_steps
+    # Gradients that are views (of DDP's buckets or of GradientSum) are set to zero in place.
+    has_views = run.gradient_sum is not None or isinstance(run.forward, DistributedDataParallel)
+    run.optimizer.zero_grad(set_to_none=not has_views)
     losses = []
     for micro_step in range(micro_steps):
         run.stop.check()
+        # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
+        micro_batch = ranks.rank * micro_steps + micro_step
+        seed(ranks.device, ((config.seed * 1_000_003 + state.step) * 65_537 + micro_batch) % 2**63)
+        inputs, targets = batches.next()
         with parallel.gradient_sync(run.forward, last=micro_step == micro_steps - 1):
-            losses.append(add_gradients(run, ranks.rank * micro_steps + micro_step, batches, parts))
-        if run.gradient_sum and (micro_step + 1) % of_virtual_rank == 0:
-            run.gradient_sum.end_virtual_rank(micro_step // of_virtual_rank, micro_steps // of_virtual_rank)
+            with run.autocast():
+                loss = run.forward(inputs, targets)
+            run.scaler.scale(loss / loss_divisor).backward()
+        losses.append(loss.detach())
+        if run.gradient_sum and (micro_step + 1) % micro_batches_per_virtual_rank == 0:
+            virtual_rank = micro_step // micro_batches_per_virtual_rank
+            run.gradient_sum.end_virtual_rank(virtual_rank, micro_steps // micro_batches_per_virtual_rank)
     run.scaler.unscale_(run.optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
-    # Loss and norm are global, so all ranks make the same decision when one of them has a NaN or a spike.
-    mean_loss = ranks.mean(torch.stack(losses))
-    skipped, found = run.judge(mean_loss, parallel.full_tensor(norm).to(ranks.device), run.scaler)
-    run.host_copy.wait_before_update()  # for a save that still copies the weights
-    update_unless(skipped, run.optimizer)  # in place of scaler.step(), which knows only of overflows
-    state.step, state.rows_consumed = step + 1, rows.stop
-    return pending(step, rows, lr, found)
-
-
-def zero_gradients(run: Run) -> None:
-    """Forget the gradients."""
-    # Those that are views, of DDP's buckets or of their sum, are set to zero in place.
-    run.optimizer.zero_grad(set_to_none=not (run.gradient_sum or isinstance(run.forward, DistributedDataParallel)))
-
-
-def add_gradients(run: Run, micro_batch: int, batches: BatchLoader, parts: int) -> torch.Tensor:
-    """Add 1 / parts of the gradients of the next batch, a micro-batch of the step, to those so far; return its loss."""
-    # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
-    seed(run.ranks.device, ((run.config.seed * 1_000_003 + run.state.step) * 65_537 + micro_batch) % 2**63)
-    inputs, targets = batches.next()
-    with run.autocast():
-        loss = run.forward(inputs, targets)
-    run.scaler.scale(loss / parts).backward()
-    return loss.detach()
-
-
-def audit(run: Run) -> None:
-    """Compute the first micro-batch of the next step twice, and that of the next rank, and compare the results.
-
-    Raises: Corrupted, or Diverged by earlier steps.
-    """
-    run.results.read_all()
-    config, ranks, rows = run.config, run.ranks, run.config.step_at(run.state.rows_consumed)
-    of_rank = len(rows) // ranks.world_size
-
-    def result(rank: int) -> torch.Tensor:
-        zero_gradients(run)
-        first = rows[rank * of_rank :][: config.mini_batch_size]
-        loader = BatchLoader(run.rows, [first], config.mini_batch_size, ranks.device)
-        # DDP's gradients stay those of this rank; FSDP sums them up.
-        with closing(loader) as batches, parallel.gradient_sync(run.forward, last=config.sharding == "fsdp"):
-            return run.audits.result(
-                add_gradients(run, rank * of_rank // config.mini_batch_size, batches, 1), run.model
-            )
-
-    own, again = result(ranks.rank), result(ranks.rank)
-    of_next = result((ranks.rank + 1) % ranks.world_size) if ranks.world_size > 1 else again
-    if bound := run.audits.compare(run.state.step, own, again, of_next):
-        run.log.say(bound)
-    run.results.restart_clock()
+    # Both numbers are of all ranks, so all ranks make the same decision when one of them has a NaN or a spike.
+    measured = torch.stack([ranks.mean(torch.stack(losses)), parallel.full_tensor(norm)])
+    mean_loss, grad_norm = measured.tolist()  # the host waits for the device, once a step
+    loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
+    result = judge(
+        config, state.recent_losses, step=state.step, rows=rows, lr=lr, loss=mean_loss, grad_norm=grad_norm,
+        loss_scale=loss_scale,
+    )  # fmt: skip
+    if result.updated:
+        run.optimizer.step()  # in place of scaler.step(), which knows only of overflows
+    state.step += 1
+    state.rows_consumed = rows.stop
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +248,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
 def evaluate(run: Run, everything: bool) -> None:
     """Run the evaluations that are due at this step: validation, tasks, a sample; or all of them.
 
-    Raises: Stopped or Diverged.
+    Raises: Stopped.
     """
     config, ranks, data, state, log, saves = run.config, run.ranks, run.plan.data, run.state, run.log, run.saves
     expected = run.plan.expected
@@ -293,7 +258,6 @@ def evaluate(run: Run, everything: bool) -> None:
 
     if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.core_freq, config.sample_freq))):
         return
-    run.results.read_all()
     log.note(doing="evaluating")
     if due(config.eval_freq) and data.val_sets:
         sets = {val.shards.name: validate(run, val.rows) for val in data.val_sets}
@@ -349,14 +313,8 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
                 check_replicas(run)
             evaluate(run, everything=last)
             if last:
-                return results.read_all()
-            if run.config.audit_steps and state.step % run.config.audit_steps == 0:
-                audit(run)
-            try:
-                results.add(train_step(run, batches))
-            except Stopped:
-                results.read_all()  # here, where it may still raise Diverged
-                raise
+                return
+            results.add(train_step(run, batches))
             step_ended()
 
 
@@ -387,7 +345,10 @@ def run_to_end(run: Run) -> int:
             status, reason = "failed", f"{reason}; the last save failed".removeprefix("; ")
     except Corrupted as corrupted:  # also of the last save
         reason = str(corrupted)
-        log.warn(f"step {run.state.step}: {reason}; {corrupted.advice}", event="corruption")
+        advice = (
+            "a memory or a chip is wrong. Nothing of this is saved; resume with --resume latest without that machine"
+        )
+        log.warn(f"step {run.state.step}: {reason}; {advice}", event="corruption")
         return 1
     except Exception as error:
         reason = brief(error)
@@ -411,44 +372,36 @@ def run_to_end(run: Run) -> int:
 
 
 def save(run: Run) -> None:
-    """Save the run in the background, once the results of all steps so far are read.
+    """Copy the run to host memory, and write it in the background.
 
-    Raises: Diverged or Corrupted.
+    Raises: Corrupted.
     """
-    run.results.read_all()
-    step, rows = run.state.step, run.state.rows_consumed
-    run.saves.save(step, lambda: capture(run), run.plan.schedule.tiers(step, rows))
+    tiers = run.plan.schedule.tiers(run.state.step, run.state.rows_consumed)
+    run.saves.save(run.state.step, lambda: capture(run), tiers)
 
 
 def check_replicas(run: Run) -> dict[str, int]:
     """Compare the ranks that should have the same weights and optimizer state; return the digests of the whole.
 
-    The step's record has one digest of them, for those who repeat the step.
+    The step's record has one digest of them, which a repeated step is compared with.
 
     Raises: Corrupted.
     """
-    config, ranks = run.config, run.ranks
-    repairs = config.on_corruption == "repair"
-    digests, differed = compare_replicas(run.model, run.optimizer, ranks, config.shards(ranks.world_size), repairs)
-    if differed:
-        run.log.warn(f"step {run.state.step}: {differed}; repaired", event="corruption")
+    digests = compare_replicas(run.model, run.optimizer, run.ranks, run.config.shards(run.ranks.world_size))
     run.results.digests[run.state.step] = combined(digests)
     return digests
 
 
-def capture(run: Run) -> Callable[[], dict]:
-    """Start copying a checkpoint's content to host memory, on all ranks; return a function that waits for it.
-
-    The copy is whole on rank 0, and valid until the next capture.
+def capture(run: Run) -> dict:
+    """Copy a checkpoint's content to rank 0's host memory, on all ranks; it is valid until the next capture.
 
     Raises: Corrupted.
     """
     digests = check_replicas(run)
-    tensors = run.host_copy.start(run.model, run.optimizer)
-    content = {
+    return {
         "format_version": FORMAT_VERSION,
         **asdict(run.state),
-        **tensors,
+        **run.host_copy.copy(run.model, run.optimizer),
         "elapsed_s": run.state.total_s(),
         "scaler": run.scaler.state_dict(),
         "model_config": asdict(run.model.config),
@@ -459,12 +412,6 @@ def capture(run: Run) -> Callable[[], dict]:
         "digests": digests,
         **run.plan.data.tokenizer_record._asdict(),
     }
-
-    def copied() -> dict:
-        run.host_copy.wait()
-        return content
-
-    return copied
 
 
 def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:
@@ -481,7 +428,7 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         if checkpoint["scaler"]:
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
         # Of what is now on the device; a rank of several has only parts of it under FSDP.
-        on_device = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))[0]
+        on_device = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))
         if differs := [name for name, number in on_device.items() if checkpoint["digests"].get(name, number) != number]:
             raise UserError(
                 f"{history.path}: {', '.join(some(differs, 'tensor'))} changed on the way to {ranks.device}; "
@@ -493,11 +440,11 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         loaded |= WITHOUT_TENSORS
     if checkpoint:
         before, now = history.starts[-1], plan.starts[-1]
-        if trained_with(before).stages != config.stages or before["shares"] != now["shares"]:
-            state.bad_steps = 0  # a divergence cannot go back to steps of another size or mixture
+        if trained_with(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
+            state.bad_steps = 0  # these count only steps of one batch size and mixture
     if history.is_fork:  # the best model is in the other folder
         state.best_val_loss = None
-    if config.max_bad_steps:  # it may have been larger
+    if config.max_bad_steps:  # which may have been lowered
         state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)
     return state
 
@@ -510,21 +457,23 @@ def measure(run: Run) -> float:
     """Return the seconds per step, extrapolated from steps with one micro-step and steps with several."""
     config, ranks, micro_steps = run.config, run.ranks, run.config.grad_accum_steps(run.ranks.world_size)
     few = min(4, micro_steps)
-    found: dict[int, list[float]] = {1: [], few: []}
+    step_s: dict[int, list[float]] = {1: [], few: []}  # by the number of micro-steps
 
     def seconds_of(count: int) -> float:
-        start_s, tokens = time.perf_counter(), config.total_batch_size // micro_steps * count
-        train_step(replace(run, config=replace(config, total_batch_size=tokens, batch_ramp="")), batches)()
+        start_s = time.perf_counter()
+        tokens = config.total_batch_size // micro_steps * count
+        train_step(replace(run, config=replace(config, total_batch_size=tokens)), batches)
         return time.perf_counter() - start_s
 
     run.log.say("timing some steps ...")
     with closing(run.training_batches()) as batches:
         seconds_of(1)  # compiles, and allocates memory
         start_s = time.perf_counter()
-        while ranks.broadcast(not found[few] or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
-            for count, seconds in found.items():
+        while ranks.broadcast(not step_s[few] or time.perf_counter() - start_s < MEASURE_S):  # by the clock of rank 0
+            for count, seconds in step_s.items():
                 seconds.append(seconds_of(count))
-    one_s, few_s = fmean(found[1]), fmean(found[few])
+    one_s = fmean(step_s[1])
+    few_s = fmean(step_s[few])
     return few_s + (micro_steps - few) * (few_s - one_s) / max(1, few - 1)
 
 

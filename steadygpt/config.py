@@ -5,14 +5,14 @@ defaults.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -143,8 +143,6 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    batch_ramp: str = _recipe("", "smaller steps at first: TOKENS_PER_STEP:UNTIL_TOKEN,... such as "
-                              "65536:50_000_000,131072:200_000_000; the tokens of the whole run stay the same")
     micro_steps: int = _optim(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
                               "start derives from them; 0 = total_batch_size decides", on_resume="never")
     mini_batch_size: int = _optim(32, "micro-batch size: rows per micro-step on each rank, or fewer to divide a step "
@@ -167,7 +165,7 @@ class TrainConfig(GPTConfig):
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data (18795 for FineWeb-Edu 10B)")
-    max_steps: int = _optim(0, "steps of the run, more with batch_ramp; 0 = num_epochs * steps_per_epoch")
+    max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
     max_bad_steps: int = _optim(5, "stop after this many consecutive steps with a NaN or infinite value; 0 = off")
     spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean of the last 128; 0 = off")
     skip_spikes: bool = _optim(False, "skip updates with a loss spike")
@@ -175,10 +173,6 @@ class TrainConfig(GPTConfig):
 
     checkpoint_dir: str = _saves("checkpoints", "folder for the checkpoints of this run", on_resume="launch")
     check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
-    audit_steps: int = _saves(0, "steps between audits, in which ranks compute a micro-batch again, and another's; "
-                              "0 = off")
-    on_corruption: str = _saves("stop", "if a replica differs: stop; or repair it with the state of most ranks",
-                                choices=("stop", "repair"))
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
     checkpoint_minutes: float = _saves(1.0, "minutes between timed saves, more if they cost over 1% of time; 0 = off")
     keep_checkpoints: int = _saves(10, "rolling checkpoints to keep, the newest", at_least=1)
@@ -237,25 +231,17 @@ class TrainConfig(GPTConfig):
             expected = "at most 200 printable characters, which name a folder in --tensorboard_dir"
             raise OptionError("run_name", repr(self.run_name[:200]), expected)
         parse_folders("mix", self.mix), parse_folders("val", self.val)
-        parse_ramp(self.batch_ramp)
 
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
-        is_fsdp, ramp = self.sharding == "fsdp", parse_ramp(self.batch_ramp)
+        is_fsdp = self.sharding == "fsdp"
         evaluates = self.eval_freq or self.hellaswag_freq or self.core_freq or self.sample_freq
-        stages = [(self.context_length - 1, 0.0), *ramp, (self.total_batch_size, math.inf)]
-        ascends = all(size < next_size and end < next_end for (size, end), (next_size, next_end) in pairwise(stages))
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
             (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
             (self.core_freq and not self.core_dir, "--core_freq needs --core_dir, the folder of the evaluation bundle"),
             (self.core_dir and not self.core_freq, "--core_dir needs a --core_freq above 0"),
-            (
-                ramp and not ascends,
-                f"--batch_ramp {self.batch_ramp}: expected ascending TOKENS from --context_length "
-                f"{self.context_length:,} to below --total_batch_size {self.total_batch_size:,}, and ascending UNTIL",
-            ),
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
@@ -269,8 +255,6 @@ class TrainConfig(GPTConfig):
             # FSDP sums gradients in an order of its own.
             (self.deterministic and is_fsdp, "--deterministic needs --sharding ddp"),
             # Gradients of weights are sums over the tokens of a micro-step, 16 at a time.
-            # A rank has only its shard of what is wrong, and knows no other one to copy.
-            (self.on_corruption == "repair" and is_fsdp, "--on_corruption repair needs --sharding ddp"),
             (self.precision == "fp8" and self.context_length % 16, "--precision fp8 needs --context_length 16 * N"),
         ):
             if is_wrong:
@@ -320,79 +304,52 @@ class TrainConfig(GPTConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """The rows of a step, without a ramp or after it."""
-        return self.total_batch_size // self.context_length
-
-    @property
-    def stages(self) -> list[tuple[int, float]]:
-        """The rows of a step, and the row of the run up to which steps have so many; the last stage has no end."""
-        T, of_tokens = self.context_length, [*parse_ramp(self.batch_ramp), (self.total_batch_size, math.inf)]
-        return [(max(1, tokens // T), end / T) for tokens, end in of_tokens]  # 1: possible_rows() refuses less
-
-    def step_at(self, row: int) -> range:
-        """Return the rows of the step that begins at a row of the run."""
-        return range(row, row + next(size for size, end in self.stages if row < end))
+        return max(1, self.total_batch_size // self.context_length)  # possible_rows() refuses a smaller batch
 
     def steps_from(self, row: int) -> Iterator[range]:
         """Yield the rows of each step from a row of the run on."""
-        while True:
-            yield (step := self.step_at(row))
-            row = step.stop
-
-    def step_to(self, row: int) -> range:
-        """Return the rows of the step that ends at a row of the run."""
-        steps = [range(row - size, row) for size, _ in self.stages]
-        return next((step for step in steps if self.step_at(step.start) == step), steps[-1])
-
-    def row_after(self, steps: int, row: int = 0) -> int:
-        """Return the row of the run after so many steps from a row on."""
-        for size, end in self.stages:
-            taken = max(0, math.ceil(min(steps, (end - row) / size)))
-            row, steps = row + taken * size, steps - taken
-        return row
-
-    def steps_between(self, row: int, end_row: int) -> int:
-        """Return the number of steps from a row of the run to the end of the step that reaches `end_row`."""
-        steps = 0
-        for size, end in self.stages:
-            taken = max(0, math.ceil((min(end, end_row) - row) / size))
-            row, steps = row + taken * size, steps + taken
-        return steps
+        for first_row in itertools.count(row, self.rows_per_step):
+            yield range(first_row, first_row + self.rows_per_step)
 
     def last_step(self, step: int, row: int, rows_per_epoch: int) -> int:
         """Return the number of steps of the whole run, given where it is now: its step and its row."""
         steps = self.max_steps or self.num_epochs * self.steps_per_epoch
-        if steps and not self.batch_ramp:
+        if steps:
             return steps
         # Enough for the remaining rows: the batch size may have changed since the run began.
-        return step + self.steps_between(row, steps * self.rows_per_step or self.num_epochs * rows_per_epoch)
+        rows_left = max(0, self.num_epochs * rows_per_epoch - row)
+        return step + math.ceil(rows_left / self.rows_per_step)
 
     def possible_rows(self, world_size: int) -> list[int]:
-        """Return every mini_batch_size that splits the tokens of each step evenly, in ascending order."""
-        row = self.context_length * world_size
-        sizes = [("total_batch_size", self.total_batch_size)]
-        sizes += [("batch_ramp", tokens) for tokens, _ in parse_ramp(self.batch_ramp)]
-        for name, tokens in sizes:
-            if tokens % row:
-                such_as = f"{(tokens // row + 1) * row:,}"
-                expected = f"a multiple of --context_length x processes = {row:,} tokens, such as {such_as}"
-                raise OptionError(name, f"{tokens:,}", expected)
-        rows = math.gcd(*(tokens for _, tokens in sizes)) // row
-        small = [B for B in range(1, math.isqrt(rows) + 1) if rows % B == 0]
-        return sorted({*small, *(rows // B for B in small)})
+        """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
+        tokens_per_row = self.context_length * world_size
+        if self.total_batch_size % tokens_per_row:
+            such_as = f"{(self.total_batch_size // tokens_per_row + 1) * tokens_per_row:,}"
+            expected = f"a multiple of --context_length x processes = {tokens_per_row:,} tokens, such as {such_as}"
+            raise OptionError("total_batch_size", f"{self.total_batch_size:,}", expected)
+        rows = self.total_batch_size // tokens_per_row
+        divisors = set()
+        for divisor in range(1, math.isqrt(rows) + 1):
+            if rows % divisor == 0:
+                divisors.add(divisor)
+                divisors.add(rows // divisor)
+        return sorted(divisors)
 
     def with_even_rows(self, world_size: int) -> "TrainConfig":
         """Return the configuration with the largest mini_batch_size, up to its own, that splits a step evenly."""
-        possible, wanted = self.possible_rows(world_size), self.mini_batch_size  # 0: auto
-        return dataclasses.replace(self, mini_batch_size=max(B for B in possible if wanted >= B)) if wanted else self
+        possible = self.possible_rows(world_size)
+        if not self.mini_batch_size:  # auto
+            return self
+        fitting = [rows for rows in possible if rows <= self.mini_batch_size]
+        return dataclasses.replace(self, mini_batch_size=max(fitting))
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Return the number of micro-steps in a step, without a ramp or after it."""
+        """Return the number of micro-steps in a step."""
         return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
 
     def virtual_ranks(self) -> int:
-        """Return among how many virtual ranks --deterministic divides the micro-batches of each step evenly."""
-        return math.gcd(*(size // self.mini_batch_size for size, _ in self.stages), MAX_VIRTUAL_RANKS)
+        """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""
+        return math.gcd(self.rows_per_step // self.mini_batch_size, MAX_VIRTUAL_RANKS)
 
 
 FIELDS = options_of(TrainConfig)
@@ -403,16 +360,6 @@ EXCLUSIVE = {"total_batch_size": "micro_steps", "micro_steps": "total_batch_size
 ABOUT = (
     "Train a GPT; on 4 GPUs: torchrun --nproc_per_node=4 train.py. Flags override --config, --flag-name is --flag_name."
 )
-
-
-@cache
-def parse_ramp(text: str) -> list[tuple[int, float]]:
-    """Return the stages of --batch_ramp: the tokens of a step, and of the run at the end of the stage."""
-    parts = [re.fullmatch(r"(\d[\d_]{,17}):(\d[\d_]{,17})", part) for part in text.split(",")] if text else []
-    found = [(int(part[1].replace("_", "")), float(part[2].replace("_", ""))) for part in parts if part]
-    if len(found) < len(parts):
-        raise OptionError("batch_ramp", repr(text), "TOKENS:UNTIL,... in whole numbers")
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

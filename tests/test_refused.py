@@ -205,11 +205,6 @@ FLAGS: list[tuple] = [
     ("train --total_batch_size 72", "--total_batch_size is 72; expected a multiple of"),
     ("train --total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps cannot be combined"),
     ("train --mini_batch_size auto --total_batch_size 63", "--total_batch_size is 63; expected a multiple of"),
-    *((f"train --batch_ramp {ramp}", f"--batch_ramp {ramp}: expected ascending TOKENS from --context_length 16 to ")
-      for ramp in ("64:128", "48:256,32:512", "32:256,48:128", "32:128,32:256", "8:64")),
-    ("train --batch_ramp 32", "--batch_ramp is '32'; expected TOKENS:UNTIL,... in whole numbers"),
-    ("train --mini_batch_size 1 --batch_ramp 24:128",
-     "--batch_ramp is 24; expected a multiple of --context_length x processes"),
     ("generate --prompt a --prompt_file b", "give one of them"),
     ("look", "expected a folder of token shards, or --step N"),
     ("look data --step 1", "--step cannot be combined with FOLDER; drop one of them"),

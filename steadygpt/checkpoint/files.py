@@ -349,7 +349,8 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         check_digests(named_tensors(found), found["digests"])
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
-    expected = rows = found["rows_consumed"]
+    rows = found["rows_consumed"]
+    expected = rows
     for entry in found["starts"]:
         name = f"{path}: options at step {entry['step']:,}"
         # Options that were added since the file was written have their defaults.
@@ -357,7 +358,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
         entry["options"] = {name: getattr(asked, name) for name in KEPT}
         entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
-        expected = config.row_after(found["step"] - entry["step"], entry["row"])
+        expected = entry["row"] + (found["step"] - entry["step"]) * config.rows_per_step
     if rows != expected:
         raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and starts; {ADVICE}")
     return found

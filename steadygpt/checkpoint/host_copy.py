@@ -44,57 +44,40 @@ def _send(whole: Tensor | None, target: Tensor, ranks: Ranks) -> None:
 
 
 class HostCopy:
-    """Copies weights and optimizer state to rank 0's host memory while the device continues.
+    """Copies weights and optimizer state to rank 0's host memory.
 
-    The host memory is kept: a copy is valid until the next one begins. On CUDA it is page-locked, and the copy runs on
-    a stream of its own, beside the next step. That step must call wait_before_update() before its update.
+    The host memory is kept, and on CUDA it is page-locked. So a copy is valid until the next one begins.
     """
 
     def __init__(self, ranks: Ranks):
-        self.ranks, self.buffers = ranks, dict[tuple[str, str], Tensor]()
-        self.stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-        self.copied: torch.cuda.Event | None = None  # ends the copy
+        self.ranks = ranks
+        self.buffers: dict[tuple[str, str], Tensor] = {}
 
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        """Start to copy the state of the bare model and its optimizer. All ranks call this, because FSDP gathers.
+    def copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        """Copy the state of the bare model and its optimizer. All ranks call this, because FSDP gathers.
 
-        Returns: on rank 0 {"model": ..., "optimizer": ...} by parameter name, once wait() has returned.
+        Returns: {"model": ..., "optimizer": ...} by parameter name, whose tensors are None on ranks other than 0.
         """
-        if reshard := getattr(model, "reshard", None):  # FSDP's root is still gathered after an evaluation
+        reshard = getattr(model, "reshard", None)
+        if reshard:  # FSDP's root is still gathered after an evaluation
             reshard()
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())  # for the last update
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        weights = {p: self._copy(name, "weight", p.detach()) for p, name in names.items()}
-        state = {
-            name: {kind: self._copy(name, kind, tensor) for kind, tensor in optimizer.state[p].items()}
-            for p, name in names.items()
-            if optimizer.state.get(p)
-        }
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())  # for the tensors that were gathered
-            self.copied = self.stream.record_event()
-            if reshard:  # the next step waits for the gathered tensors anyway; so the pause is measured
-                self.wait()
+        weights: dict[nn.Parameter, Tensor | None] = {}
+        state: dict[str, dict[str, Tensor | None]] = {}
+        for name, parameter in model.named_parameters():
+            weights[parameter] = self._copy(name, "weight", parameter.detach())
+            kinds = optimizer.state.get(parameter)
+            if kinds:
+                state[name] = {kind: self._copy(name, kind, tensor) for kind, tensor in kinds.items()}
+        if self.ranks.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         every_name = model.named_parameters(remove_duplicate=False)  # a tied head is one tensor under two names
         return {"model": {name: weights[parameter] for name, parameter in every_name}, "optimizer": state}
 
-    def wait(self) -> None:
-        """Wait until the copy is whole."""
-        if self.copied:
-            self.copied.synchronize()
-
     def _copy(self, name: str, kind: str, tensor: Tensor) -> Tensor | None:
-        whole, cuda = full_tensor(tensor), self.stream is not None
+        whole = full_tensor(tensor)
         if not self.ranks.is_main:
             return None
+        on_cuda = self.ranks.device.type == "cuda"
         if (name, kind) not in self.buffers:
-            self.buffers[name, kind] = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=cuda)
-        # A gathered tensor is copied on the current stream, so that the next gather can reuse its memory at once.
-        with torch.cuda.stream(self.stream if whole is tensor else None):  # None: the current stream
-            return self.buffers[name, kind].copy_(whole, non_blocking=cuda)
-
-    def wait_before_update(self) -> None:
-        """Let the device, not the host, wait for the copy in flight: updates change what it reads."""
-        if self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            self.buffers[name, kind] = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=on_cuda)
+        return self.buffers[name, kind].copy_(whole, non_blocking=on_cuda)

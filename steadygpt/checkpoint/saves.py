@@ -48,15 +48,19 @@ class Saves:
                 self.stop.ask_save(self.count + 1)
         return (self.stop.saves_agreed > self.count or is_special) and step != self.step
 
-    def save(self, step: int, capture: Callable[[], Callable[[], dict]], tiers: list[str]) -> None:
-        """Save the run after `step` updates, as latest.pt and under the names in `tiers`; return once it is copied."""
+    def save(self, step: int, capture: Callable[[], dict], tiers: list[str]) -> None:
+        """Save the run after `step` updates, as latest.pt and under the names in `tiers`; return once it is copied.
+
+        Args:
+            capture: copies the content of the checkpoint to host memory; called on all ranks.
+        """
         start_s = time.monotonic()
         self.wait()  # the capture reuses the memory that the writer reads
         ready_s = time.monotonic()
-        captured = capture()
+        content = capture()
         self.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
         if self.writer:
-            self.writer.submit(self.writer.save, step, captured, tiers)
+            self.writer.submit(self.writer.save, step, content, tiers)
         if not self.config.background_upload:
             self.wait()
         # Without the wait, because timed saves begin only when none is in flight. The first save allocates memory too.
@@ -166,11 +170,11 @@ class CheckpointWriter:
         """Wait until no job is in flight, and return whether that is so."""
         return self.job is None or not wait([self.job], timeout_s).not_done
 
-    def save(self, step: int, captured: Callable[[], dict], tiers: list[str]) -> None:
+    def save(self, step: int, content: dict, tiers: list[str]) -> None:
         """Write the checkpoint of a step as latest.pt and under the file names in `tiers`."""
         start_s = time.monotonic()
         try:
-            files.check_numbers(content := captured())
+            files.check_numbers(content)
             check_digests(files.named_tensors(content), content["digests"])  # which the device has computed
             self._write(content, tiers)
         except Exception as error:  # training continues, and an exception in this thread would be lost

@@ -219,23 +219,6 @@ def compute_alone() -> None:
     torch.set_num_threads(1)
 
 
-class Moment:
-    """Now; on a GPU, which runs behind the host, when it has done what was launched until now."""
-
-    def __init__(self, device: torch.device):
-        self.host_s, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def since(self, earlier: "Moment") -> float:
-        """Return the seconds from an earlier moment of the same device; wait for this one."""
-        if self.event is None or earlier.event is None:
-            return self.host_s - earlier.host_s
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1000
-
-
 @contextmanager
 def profiled(steps: int, path: Path, tell: Callable[[str], None]):
     """Record `steps` steps, after 3 others, into a trace file for Perfetto and TensorBoard's profiler.

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadygpt.base.options import UserError
@@ -36,42 +35,31 @@ def combined(digests: Mapping[str, int]) -> int:
 
 
 class Corrupted(UserError):
-    """Weights, state or results that should be the same differ. `advice` says what that means for the saves."""
-
-    def __init__(self, found: str, advice: str):
-        super().__init__(found)
-        self.advice = f"a memory or a chip is wrong. {advice} without that machine"
+    """Weights or optimizer state that should be the same on several ranks differ."""
 
 
-def compare_replicas(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, shards: int, repairs: bool = False
-) -> tuple[dict[str, int], str]:
-    """Return the digests of the whole weights and state, by name, and in words what differed and is now repaired.
+def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, shards: int) -> dict[str, int]:
+    """Compare the replicas of weights and optimizer state; return the digests of each whole tensor, by name.
 
     Args:
         shards: ranks that share one replica; each group of so many consecutive ranks has one.
-        repairs: copies what differs from a rank whose state is that of most.
 
-    Raises: Corrupted on all ranks, if something differs and is not repaired.
+    Raises: Corrupted on all ranks, which names the ranks and tensors that differ.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter].items()
         tensors |= {name: parameter.detach()} | {f"{name}.{kind}": tensor for kind, tensor in state}
     own = torch.stack([_own_digest(t, ranks.rank % shards == 0).to(ranks.device) for t in tensors.values()])
-    found = ranks.concatenated(own[None]).view(-1, shards, len(own)).cpu()  # replica, shard, tensor
-    odd, differed = in_minority(found), ""
+    digests = ranks.concatenated(own[None]).view(-1, shards, len(own)).cpu()  # replica, shard, tensor
+    odd = in_minority(digests)
     if odd.any():
-        where, which = odd.any(2).flatten().nonzero().flatten().tolist(), odd.any(0).any(0).tolist()
-        names = [name for name, is_odd in zip(tensors, which, strict=True) if is_odd]
-        differed = f"rank {' and '.join(map(str, where))}: {', '.join(some(names, 'tensor'))} not as on other ranks"
-        good = {*range(ranks.world_size)}.difference(where)
-        if not (repairs and good and shards == 1):
-            raise Corrupted(differed, "Nothing of this is saved; resume with --resume latest")
-        for name in names:
-            dist.broadcast(tensors[name], min(good))
-            found[:, :, list(tensors).index(name)] = found[min(good), 0, list(tensors).index(name)]
-    return dict(zip(tensors, found[0].sum(0).tolist(), strict=True)), differed
+        odd_ranks = odd.any(2).flatten().nonzero().flatten().tolist()
+        is_odd = odd.any(0).any(0).tolist()
+        names = [name for name, differs in zip(tensors, is_odd, strict=True) if differs]
+        where = " and ".join(str(rank) for rank in odd_ranks)
+        raise Corrupted(f"rank {where}: {', '.join(some(names, 'tensor'))} not as on other ranks")
+    return dict(zip(tensors, digests[0].sum(0).tolist(), strict=True))
 
 
 def _own_digest(tensor: Tensor, is_first: bool) -> Tensor:
@@ -79,10 +67,12 @@ def _own_digest(tensor: Tensor, is_first: bool) -> Tensor:
     return digest(local_part(tensor)) * (is_first or is_sharded(tensor))
 
 
-def in_minority(found: Tensor) -> Tensor:
+def in_minority(digests: Tensor) -> Tensor:
     """Return which digests (replicas, ...) are not those of most replicas, in the same shape; of two, both."""
-    equal = (found[:, None] == found[None]).sum(1)
-    return equal * 2 <= len(found) if len(found) > 1 else torch.zeros_like(found, dtype=torch.bool)
+    if len(digests) == 1:
+        return torch.zeros_like(digests, dtype=torch.bool)
+    equal = (digests[:, None] == digests[None]).sum(1)
+    return equal * 2 <= len(digests)
 
 
 def check_digests(tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:

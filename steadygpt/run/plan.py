@@ -70,9 +70,9 @@ class Plan:
         sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
-        rows, length = config.row_after(config.max_steps - self.history.step, self.history.rows_consumed), ""
+        rows = self.last_row()
         tokens = rows * T
-        ramp = "".join(f"{size * T:,} up to token {end * T:,.0f}, then " for size, end in config.stages[:-1])
+        length = ""
         if per_epoch := schedule.rows_per_epoch / config.rows_per_step:
             epochs = schedule.epochs(rows)
             length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs "
@@ -84,7 +84,7 @@ class Plan:
              f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),
             *self._data_lines(),
             ("validation", self._validation_text()),
-            ("steps", f"{config.max_steps:,}, each of {ramp}{config.total_batch_size:,} tokens "
+            ("steps", f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
              f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
             ("tokens", f"{tokens:,}, {tokens / sketch.num_parameters():,.1f} per parameter; about "
@@ -100,6 +100,11 @@ class Plan:
         ]  # fmt: skip
         return [*(labelled(label, text) for label, text in lines if text), *self.notes]
 
+    def last_row(self) -> int:
+        """Return the rows that the run will have consumed at its last step."""
+        steps = self.config.max_steps - self.history.step
+        return self.history.rows_consumed + steps * self.config.rows_per_step
+
     def _data_lines(self) -> list[tuple[str, str]]:
         """Return a line for each source of the training data."""
         config, data, lines = self.config, self.data, list[str]()
@@ -109,8 +114,7 @@ class Plan:
             per_epoch = "" if self.history.config.max_steps else f" and {config.steps_per_epoch:,} steps per epoch"
             return [("data", text + per_epoch)]
         entry = self.starts[-1]
-        last_row = config.row_after(config.max_steps - self.history.step, entry["row"])
-        end = epochs_of_sources(data, self.starts, last_row)
+        end = epochs_of_sources(data, self.starts, self.last_row())
         for shards, _, _ in data.sources:
             count, name = counted(len(shards.shards), "shard"), shards.name
             text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
@@ -312,7 +316,7 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
         step_s: measured seconds of a step.
     """
     config, price, asked = plan.config, plan.config.gpu_hour_cost, plan.history.config.precision
-    row, steps, precision = plan.history.rows_consumed, config.max_steps - plan.history.step, config.precision
+    steps, precision = config.max_steps - plan.history.step, config.precision
     count, gpu = plan.ranks.world_size, device_name(plan.ranks.device)
     tasks = load_core(config.core_dir, config.core_examples or None) if config.core_freq else []
     kinds = [
@@ -321,7 +325,7 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
         (config.core_freq, sum(task.num_characters for task in tasks) // CHARACTERS_PER_TOKEN),
     ]
     evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    trained = (config.row_after(steps, row) - row) * config.context_length
+    trained = steps * config.total_batch_size
     in_training, in_evaluation = work_per_token(config, plan.sketch)
     evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
     work, is_known = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation", gpu in PEAK_FLOPS

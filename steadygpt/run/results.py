@@ -1,69 +1,23 @@
-"""Results of steps, and steps with skipped updates: a non-finite loss or gradient, or a loss spike.
-
-A GPU runs behind the host. The GPU decides which updates to skip, and the host reads the results a step later.
-"""
+"""Results of steps: which updates are skipped, what a step's record says, and when a run has diverged."""
 
 import math
 import shlex
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
-from torch.amp import GradScaler
+from statistics import fmean
 
 from steadygpt.base.text import counted
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.device import PEAK_FLOPS, Moment, device_name, peak_memory_bytes
+from steadygpt.machine.device import PEAK_FLOPS, device_name, peak_memory_bytes
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
 
 SPIKE_WINDOW = 128  # losses that a spike is compared with
-
-
-class Judge:
-    """Decides on the device which updates are skipped.
-
-    Args:
-        recent_losses: the finite losses of the last steps.
-        bad_steps: consecutive ones so far.
-    """
-
-    def __init__(self, config: TrainConfig, device: torch.device, recent_losses: Sequence[float], bad_steps: int):
-        self.max_bad_steps = config.max_bad_steps or math.inf
-        self.spike_z, self.skip_spikes = config.spike_z or math.inf, config.skip_spikes
-        self.recent = torch.full((SPIKE_WINDOW,), math.nan, device=device)  # NaN: not known yet
-        if known := recent_losses[-SPIKE_WINDOW:]:
-            self.recent[-len(known) :] = torch.tensor(known)
-        self.bad_steps = torch.full((), float(bad_steps), device=device)
-
-    def __call__(self, loss: Tensor, grad_norm: Tensor, scaler: GradScaler) -> tuple[Tensor, dict[str, Tensor]]:
-        """Judge a step by its loss and gradient norm, scalars that are the same on every rank.
-
-        Args:
-            scaler: already updated for this step; enabled with fp16 only.
-
-        Returns: 1.0 if the update is skipped, else 0.0; and the fields of StepResult that the device knows.
-        """
-        finite = loss.isfinite() & grad_norm.isfinite()
-        bad = ~finite
-        if scaler.is_enabled():  # an overflow in fp16 is not bad while a lower scale may help
-            # Not get_scale(), which waits for the GPU.
-            bad = bad & ~(loss.isfinite() & (scaler.scale(torch.ones_like(loss)) >= 1))
-        z = (loss - self.recent.mean()) / self.recent.std(correction=0).clamp(min=1e-6)  # NaN until all are known
-        spike = z > self.spike_z
-        # The host may read about the last bad step late. Until then all updates are skipped, so that the weights stay
-        # those of the step before the bad ones.
-        halted = self.bad_steps >= self.max_bad_steps
-        skipped = halted | ~finite | (spike & self.skip_spikes)
-        self.bad_steps = torch.where(halted, self.bad_steps, (self.bad_steps + 1) * bad)
-        self.recent = torch.where(finite, torch.cat([self.recent[1:], loss[None]]), self.recent)
-        found = {"loss": loss, "grad_norm": grad_norm, "loss_z": z, "finite": finite, "spike": spike, "bad": bad}
-        return skipped.float(), found | {"updated": ~skipped}
+SMALLEST_STD = 1e-6  # of those losses
 
 
 @dataclass(frozen=True)
@@ -87,30 +41,48 @@ class StepResult:
         if not self.finite:
             reason = "" if self.bad else ", too large for fp16: the loss scale is lowered"
             return f"step {self.step}: loss {self.loss}, gradient norm {self.grad_norm}{reason}{skipped}"
+        if not self.spike:
+            return ""
         look = f"python look.py --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step} --by loss"
         above = f"{self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} before{skipped}"
-        return f"step {self.step}: loss {self.loss:.4f} is {above}; to see its rows: {look}" * self.spike
+        return f"step {self.step}: loss {self.loss:.4f} is {above}; to see its rows: {look}"
 
 
-def pending(step: int, rows: range, lr: float, found: dict[str, Tensor]) -> Callable[[], StepResult]:
-    """Start copying the other fields, scalars on the device, to the host; return a function that waits for them."""
-    numbers = torch.stack([number.float() for number in found.values()])
-    cuda = numbers.device.type == "cuda"
-    on_host = numbers.to("cpu", non_blocking=cuda)
-    copied = torch.cuda.current_stream().record_event() if cuda else None
+def judge(
+    config: TrainConfig,
+    recent_losses: Sequence[float],
+    *,
+    step: int,
+    rows: range,
+    lr: float,
+    loss: float,
+    grad_norm: float,
+    loss_scale: float | None,
+) -> StepResult:
+    """Decide whether a step's update is applied, by its loss and gradient norm, which are the same on every rank.
 
-    def result() -> StepResult:
-        if copied:
-            copied.synchronize()
-        known = zip(found.items(), on_host, strict=True)
-        return StepResult(step, rows, lr, **{name: number.to(of.dtype).item() for (name, of), number in known})
-
-    return result
+    Args:
+        recent_losses: the finite losses of the steps before, oldest first; a spike is compared with the last ones.
+        loss_scale: of fp16, already updated for this step; None with other precisions.
+    """
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    bad = not finite
+    if bad and loss_scale is not None and math.isfinite(loss) and loss_scale >= 1:
+        bad = False  # the gradient overflowed in fp16, and a lower loss scale may help
+    loss_z = math.nan
+    window = recent_losses[-SPIKE_WINDOW:]
+    if len(window) == SPIKE_WINDOW:
+        mean = fmean(window)
+        std = math.sqrt(fmean((earlier_loss - mean) ** 2 for earlier_loss in window))
+        loss_z = (loss - mean) / max(std, SMALLEST_STD)
+    spike = config.spike_z > 0 and loss_z > config.spike_z
+    updated = finite and not (spike and config.skip_spikes)
+    return StepResult(step, rows, lr, loss, grad_norm, loss_z, finite, spike, bad, updated)
 
 
 @dataclass
 class Results:
-    """Reads what steps measured, logs it, and updates the state that follows from it."""
+    """Logs what steps measured, and updates the state that follows from it."""
 
     config: TrainConfig
     ranks: Ranks
@@ -118,87 +90,104 @@ class Results:
     state: TrainState  # of the loop
     log: RunLog
     flops_per_token: float  # for MFU
-    delay: int  # steps whose results are read later, so that a GPU need not wait for the host
     repeats: Repeats  # compares the steps that a resumed run repeats
     digests: dict[int, int] = field(default_factory=dict)  # of weights and optimizer state, by step, where known
-    # Of this start:
+    # Since the process started:
     steps: int = 0
     skipped: int = 0  # updates
     rows: int = 0
     seconds: float = 0.0  # of the steps, without evaluations
     first_rows: int = 0  # of the first step, which compiles and warms up, so its speed is not typical
     first_s: float = 0.0
-    first_ended: Moment = field(init=False)
-    begun: Moment = field(init=False)  # the next step
-    waiting: deque[tuple[Moment, Callable[[], StepResult]]] = field(default_factory=deque)
+    first_ended_s: float = 0.0
+    begun_s: float = 0.0  # when the next step began
 
     def __post_init__(self) -> None:
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leave the time until now, such as an evaluation's, out of the next step's."""
-        self.begun = Moment(self.ranks.device)
+        self.begun_s = time.perf_counter()
 
-    def add(self, result: Callable[[], StepResult]) -> None:
-        """Take a pending result, and read those before it; raises as read_all() does."""
-        self.waiting.append((Moment(self.ranks.device), result))
-        self.read_all(self.delay)
-
-    def read_all(self, but: int = 0) -> None:
-        """Read all results but the last `but`, log them and update the state.
+    def add(self, result: StepResult) -> None:
+        """Log a step's result and update the state.
 
         Raises: Diverged after too many bad steps, none of which has changed the weights.
         """
-        while len(self.waiting) > but:
-            ended, result = self.waiting.popleft()
-            self._read(result(), ended)
-
-    def _read(self, result: StepResult, ended: Moment) -> None:
-        state, is_first = self.state, not self.steps
-        step_s, self.begun = ended.since(self.begun), ended
-        row, count = result.rows.stop, len(result.rows)
+        state = self.state
+        row = result.rows.stop
+        count = len(result.rows)
+        ended_s = time.perf_counter()
+        step_s = ended_s - self.begun_s
+        self.begun_s = ended_s
         self.steps += 1
         self.rows += count
-        self.skipped += not result.updated
         self.seconds += step_s
+        if not result.updated:
+            self.skipped += 1
+        is_first = self.steps == 1
         if is_first:
-            self.first_rows, self.first_s, self.first_ended = count, step_s, ended
-        row_s = step_s / count if is_first else ended.since(self.first_ended) / (self.rows - self.first_rows)
-        left_s = row_s * (self.config.row_after(self.config.max_steps - result.step - 1, row) - row)
-        speed, elapsed_s = count * self.config.context_length / step_s, state.total_s()
+            self.first_rows = count
+            self.first_s = step_s
+            self.first_ended_s = ended_s
+            row_s = step_s / count
+        else:
+            row_s = (ended_s - self.first_ended_s) / (self.rows - self.first_rows)
+        left_s = row_s * self.config.rows_per_step * (self.config.max_steps - result.step - 1)
+        speed = count * self.config.context_length / step_s
+        elapsed_s = state.total_s()
         numbers = {
-            "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
             "loss_z": result.loss_z if math.isfinite(result.loss_z) else None,
-            "step_ms": step_s * 1000, "steps_per_second": 1 / step_s, "tokens_per_second": speed,
-            "mfu": self.mfu(speed), "cost": self.cost(elapsed_s),
-            "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9, "epoch": self.schedule.epochs(row),
+            "step_ms": step_s * 1000,
+            "steps_per_second": 1 / step_s,
+            "tokens_per_second": speed,
+            "mfu": self.mfu(speed),
+            "cost": self.cost(elapsed_s),
+            "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9,
+            "epoch": self.schedule.epochs(row),
             "digest": self.digests.pop(result.step, None),
-        }  # fmt: skip
+        }
         cost_left = None if is_first else self.cost(left_s)
         facts = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": row * self.config.context_length}
         self.log.step(result.step, numbers, left_s, is_first, **facts)
         self.repeats.add(result.step, numbers)
-        if warning := result.warning(self.config.checkpoint_dir):
-            self.log.warn(warning, event="bad steps" if result.bad else "spike" if result.spike else "")
-        state.bad_steps = state.bad_steps + 1 if result.bad else 0
+        self._warn(result)
         if result.finite:
             state.loss = result.loss
             state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]
+        state.bad_steps = state.bad_steps + 1 if result.bad else 0
         if state.bad_steps >= self.config.max_bad_steps > 0:
-            bad_steps, state.bad_steps = state.bad_steps, 0
-            self.waiting.clear()
-            for _ in range(bad_steps):
-                row = self.config.step_to(row).start
-            raise Diverged(bad_steps, result.step + 1 - bad_steps, row)
+            bad_steps = state.bad_steps
+            state.bad_steps = 0
+            first_row = row - bad_steps * self.config.rows_per_step
+            raise Diverged(bad_steps, result.step + 1 - bad_steps, first_row)
+
+    def _warn(self, result: StepResult) -> None:
+        warning = result.warning(self.config.checkpoint_dir)
+        if not warning:
+            return
+        event = ""
+        if result.bad:
+            event = "bad steps"
+        elif result.spike:
+            event = "spike"
+        self.log.warn(warning, event=event)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
         peak = PEAK_FLOPS.get(device_name(self.ranks.device))
-        return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size) if peak else None
+        if peak is None:
+            return None
+        return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size)
 
     def cost(self, seconds: float) -> float | None:
         """Return the cost of all GPUs for some time, or None without --gpu_hour_cost."""
-        return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost if self.config.gpu_hour_cost else None
+        if not self.config.gpu_hour_cost:
+            return None
+        return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost
 
 
 class Diverged(Exception):
@@ -211,10 +200,11 @@ class Diverged(Exception):
     def advice(self, config: TrainConfig) -> str:
         """Return how to continue, with flags that can be copied."""
         max_lr = config.max_lr / 2
-        lower = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
+        flags = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
+        if config.precision != "fp32":
+            flags += " or --precision fp32"
         return (
-            f"stopping after {self}, with the weights of step {self.step}, before them. "
-            f"Resume with --resume latest {lower}{' or --precision fp32' * (config.precision != 'fp32')}, or skip "
-            "these tokens with a larger --max_bad_steps. If the next steps are bad too, the weights were damaged "
-            "earlier: try --resume best, or an older file from ./list_checkpoints.sh"
+            f"stopping after {self}, with the weights of step {self.step}, before them. Resume with --resume latest "
+            f"{flags}, or skip these tokens with a larger --max_bad_steps. If the next steps are bad too, the weights "
+            "were damaged earlier: try --resume best, or an older file from ./list_checkpoints.sh"
         )

@@ -22,11 +22,11 @@ class Schedule:
 
     @cached_property
     def decay_start(self) -> int:
-        """The step from which the learning rate falls; in a batch ramp, wsd's cool-down is a fraction of the tokens."""
-        config, of_step = self.config, self.config.rows_per_step
-        steps = config.row_after(config.max_steps) // of_step  # of full size
-        left = {"cosine": 0, "wsd": steps - round(config.cooldown * steps)}.get(config.schedule, steps)
-        return max(config.warmup_steps, config.steps_between(0, left * of_step))
+        """The step from which the learning rate falls."""
+        config = self.config
+        steps = config.max_steps
+        start = {"cosine": 0, "wsd": steps - round(config.cooldown * steps), "constant": steps}[config.schedule]
+        return max(config.warmup_steps, start)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says.
@@ -46,10 +46,12 @@ class Schedule:
 
     def tiers(self, step: int, rows: int) -> list[str]:
         """Return the names, besides latest.pt, of the checkpoint after `step` updates and `rows` consumed rows."""
-        names, freq, epoch = [], self.config.checkpoint_freq, int(self.epochs(rows))
+        names = []
+        freq = self.config.checkpoint_freq
         if step and freq and step % freq == 0:
             names.append(ROLLING.format(step))
-        if step and epoch > int(self.epochs(self.config.step_to(rows).start)):
+        epoch = int(self.epochs(rows))
+        if step and epoch > int(self.epochs(rows - self.config.rows_per_step)):
             names.append(EPOCH.format(epoch))
         if self.config.schedule == "wsd" and step == self.decay_start:
             names.append(STABLE)
@@ -57,14 +59,19 @@ class Schedule:
 
     def notes(self, checkpoint: Mapping[str, Any] | None) -> list[str]:
         """Return lines for the plan: where the cool-down begins, and how a resume raises the learning rate."""
-        notes, step = [], checkpoint["step"] if checkpoint else 0
+        notes = []
+        step = checkpoint["step"] if checkpoint else 0
         if self.config.schedule == "wsd" and self.decay_start > step:
             text = f"starts at step {self.decay_start:,}; {STABLE} is saved just before"
             notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
         if checkpoint and step >= max(1, self.config.warmup_steps):
-            before, now, options = checkpoint["lr"], self.learning_rate(step), checkpoint["starts"][-1]["options"]
-            advice = "; --resume stable continues from before the decay" * (options["schedule"] == "wsd")
-            notes += [labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}")] * (now > 1.1 * before)
+            before = checkpoint["lr"]
+            now = self.learning_rate(step)
+            advice = ""
+            if checkpoint["starts"][-1]["options"]["schedule"] == "wsd":
+                advice = "; --resume stable continues from before the decay"
+            if now > 1.1 * before:
+                notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
         return notes
 
 
@@ -76,7 +83,8 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     """
     if not (config.max_steps or config.num_epochs * config.steps_per_epoch or rows_per_epoch):
         raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
-    step, max_steps = history.step, config.last_step(history.step, history.rows_consumed, rows_per_epoch)
+    step = history.step
+    max_steps = config.last_step(step, history.rows_consumed, rows_per_epoch)
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps
@@ -86,8 +94,11 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
         found = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
         raise UserError(f"{found}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
-    is_cooled = config.schedule == "wsd" and config.cooldown < 1 and step > (start := Schedule(config).decay_start)
-    if is_cooled and config.resume == "stable":
-        found = f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step {start:,}"
-        raise UserError(f"{found} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}")
+    if config.resume == "stable" and config.schedule == "wsd" and config.cooldown < 1:
+        start = Schedule(config).decay_start
+        if step > start:
+            found = (
+                f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step {start:,}"
+            )
+            raise UserError(f"{found} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}")
     return config

@@ -111,18 +111,6 @@ TO_8, TO_12 = ("--max_steps", "8", "--mix", "b:1,c:1"), ("--max_steps", "12", "-
 # With --deterministic, on any number of ranks that divides the micro-batches.
 FOUR = ("--deterministic", "--mini_batch_size", "1", "--eval_freq", "4", "--eval_tokens", "112", "--dropout", "0.1")
 TWELVE = ("--deterministic", "--total_batch_size", "384", "--eval_freq", "4", *MODERN)
-RAMP = (*FOUR, "--total_batch_size", "128", "--batch_ramp", "32:96,64:256", "--eval_tokens", "32")
-
-
-def audits(what: str, ranks: int, *recipe: str, storm: bool = True):
-    """A row of a run that computes some work twice, beside the run that does not."""
-    recipe = ("--total_batch_size", "256", *recipe)
-    return row(f"audits, {what}", recipe, end("--audit_steps", "2", ranks=ranks), of=[end(ranks=ranks)], storm=storm)
-
-
-def read_late(rank: int) -> None:
-    """Read the results of a step while the next one runs, as on CUDA."""
-    train.Results = lambda *args, real=train.Results: real(*args[:-2], 1, args[-1])
 
 
 def stop_in_validation(rank: int) -> None:
@@ -130,7 +118,6 @@ def stop_in_validation(rank: int) -> None:
 
 
 nan_from_5 = partial(bad_numbers, range(5, 100), "nan loss", 0)
-nan_in_5_and_6 = partial(bad_numbers, [5, 6], "nan loss", 0)  # step 7 begins before the result of step 6 is read
 nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
 
 
@@ -153,9 +140,6 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
     row("too many bad steps on 2 ranks", LONG,
         end("--max_bad_steps", "3", faults=(nan_on_rank_1,), status=1, step=5, ranks=2), end(ranks=2),
         of=[end(ranks=2)]),
-    row("too many bad steps, read late", (*GPT2, "--checkpoint_freq", "3"),
-        end("--max_bad_steps", "2", faults=(read_late, nan_in_5_and_6), status=1, step=5), end()),
-    row("results read a step late", (*GPT2, "--checkpoint_freq", "3"), end(faults=(read_late,))),
     row("a mixture that changes twice", MIXED, stop(3), end(), stop(6, *TO_8), end(*TO_8), stop(9, *TO_12), end(*TO_12),
         of=[end(), end(*TO_8), end(*TO_12)]),
     row("one source with a weight", (), end("--mix", "a:3"), of=[end("--data_dir", "a")]),
@@ -163,14 +147,7 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
     row("fsdp with offload on one process", GPT2, end(*FSDP, "--cpu_offload")),
     row("4 ranks, 2 and 1", (*FOUR, "--checkpoint_freq", "2"), kill(3, saved=2, ranks=4), stop(6, ranks=2), end()),
     row("three micro-batches on each of 4 ranks, modern", TWELVE, end(ranks=4)),
-    row("batch ramp on 2 ranks and 1", RAMP, stop(4, ranks=2), end()),
     row("bf16 on 2 ranks and 4", (*FOUR, "--precision", "bf16"), stop(3, ranks=2), end(ranks=4), storm=True),
-    audits("one process", 1, *MODERN),
-    audits("deterministic", 2, "--deterministic", "--dropout", "0.1", storm=False),
-    audits("fsdp", 2, *FSDP, "--dropout", "0.1"),
-    audits("hybrid", 4, *FSDP, "--shard_size", "2"),
-    audits("fp16", 2, "--precision", "fp16"),
-    audits("bf16, compiled", 2, "--precision", "bf16", "--compile", "on"),
     row("8 ranks", (*FOUR, "--total_batch_size", "128"), end(ranks=8), storm=True),
 ])  # fmt: skip
 def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, recipe, starts, of):

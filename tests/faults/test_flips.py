@@ -13,7 +13,6 @@ from optim import make_optimizer
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import named_tensors, read_checkpoint
 from steadygpt.config import TrainConfig
-from steadygpt.machine.audit import Audits
 from steadygpt.machine.digests import Corrupted, compare_replicas
 from steadygpt.machine.ranks import Ranks, joined
 
@@ -66,35 +65,10 @@ def flips_of_replicas(optimizer: str) -> None:
                 assert found == ("" if is_back else f"{named}: {name} not as on other ranks"), (number, found)
 
 
-def flips_of_gradients() -> None:
-    with joined("cpu") as ranks:
-        model, _ = trained(ranks, "adamw")
-        audits, rng = Audits(ranks, is_exact=True, is_sharded=False), random.Random(1)
-        parameters = dict(model.named_parameters())
-        for number in range(FLIPS):
-            wrong, name, kind = rng.randrange(ranks.world_size), rng.choice(sorted(parameters)), rng.choice("12a")
-            results = []
-            for computed, of in enumerate((ranks.rank, ranks.rank, (ranks.rank + 1) % ranks.world_size), start=1):
-                model.zero_grad()
-                loss = model(TOKENS + of, TOKENS)
-                loss.backward()
-                if ranks.rank == wrong and (kind == "a" or int(kind) == computed):
-                    flip(parameters[name].grad, random.Random(number))
-                results.append(audits.result(loss.detach(), model))
-            found = said(lambda: audits.compare(number, *results))  # noqa: B023 (called at once)
-            assert found.startswith(f"rank {wrong}: another result for the same micro-batch"), (number, kind, found)
-            assert found.endswith("than on the next rank" if kind == "a" else "when computed again")
-
-
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "muon"), (4, "adamw")])
 def test_random_flips_of_weights_and_state_are_named(ranks, optimizer, record_property):
     in_ranks(ranks, flips_of_replicas, optimizer)
     record_property("flipped bits of weights and optimizer state", FLIPS)
-
-
-def test_random_flips_of_gradients_are_named(record_property):
-    in_ranks(4, flips_of_gradients)
-    record_property("flipped bits of gradients", FLIPS)
 
 
 def test_random_flips_in_files_with_valid_checksums_are_found(workdir, record_property):

@@ -43,7 +43,7 @@ from steadygpt.monitor.view import view
 from steadygpt.run.history import resumed
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
-from steadygpt.run.results import Judge
+from steadygpt.run.results import judge
 
 MANY = 2000  # files for each reader in the fault storm
 
@@ -305,7 +305,16 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         if not checkpoint["starts"]:
             raise UserError("converted weights")  # as history.py says it
         options, _, _ = resumed(checkpoint["starts"][-1], config, {})
-        Judge(options, torch.device("cpu"), checkpoint["recent_losses"], checkpoint["bad_steps"])
+        judge(
+            options,
+            checkpoint["recent_losses"],
+            step=0,
+            rows=range(1),
+            lr=1.0,
+            loss=1.0,
+            grad_norm=1.0,
+            loss_scale=None,
+        )
         check_tensors(checkpoint, "latest.pt", model, kept)
         assert checkpoint["rows_consumed"] == original["rows_consumed"] and (checkpoint["val_loss"] or 0) >= 0
         assert all(tensor.isfinite().all() for tensor in named_tensors(checkpoint).values())

@@ -153,17 +153,15 @@ def log(tmp_path):
 def finish_step(log, monkeypatch):
     """Return a function that takes the results of a step that took some seconds."""
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("steadygpt.machine.device.time", clock)
+    monkeypatch.setattr("steadygpt.run.results.time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
-    results = Results(
-        log.config, log.ranks, Schedule(log.config, 32), TrainState(), log, 1.0, delay=0, repeats=Repeats(log)
-    )
+    results = Results(log.config, log.ranks, Schedule(log.config, 32), TrainState(), log, 1.0, Repeats(log))
 
     def finish(step: int, seconds: float) -> None:
         clock.now_s += seconds
         numbers = {"lr": 1e-3, "loss": 2.5, "grad_norm": 0.5, "loss_z": math.nan}
         result = StepResult(step, range(8), **numbers, finite=True, spike=False, bad=False, updated=True)
-        results.add(lambda: result)
+        results.add(result)
 
     return finish
 

@@ -84,15 +84,6 @@ def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where
         assert_equals_reference("run")
 
 
-def test_a_replica_is_repaired_with_those_of_most_ranks(workdir):
-    flags = (*FLAGS, "--total_batch_size", "192", "--on_corruption", "repair", *folders("run"))
-    run = Run(*flags, ranks=3, faults=[partial(flip_bit, 7, 2, "wte.weight", "exp_avg")])
-    assert set(run.wait()) == {0}, run.text()
-    [warning] = [line for line in run.text().splitlines() if line.startswith("warning: ")]
-    assert warning == "warning: step 8: rank 2: wte.weight.exp_avg not as on other ranks; repaired"
-    assert load("run/ckpt/latest.pt")["step"] == 12
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # copies and files
 

@@ -17,7 +17,7 @@ from harness import Run, folders, run_to_end
 import hellaswag_eval as scores
 from generate import generate
 from model import GPT, GPTConfig, KVCache
-from optim import make_optimizer, update_unless
+from optim import make_optimizer
 from steadygpt.config import TrainConfig
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, use_fp8
@@ -155,7 +155,7 @@ def test_model_with_a_cache_or_a_mask_computes_the_same(device, family):
         assert error(model(idx, mask=blind)[:, 1:], expected[:, 1:]) > 1e-2
 
 
-def test_muon_computes_the_same_as_on_the_cpu_and_skips_bad_steps(device):
+def test_muon_computes_the_same_as_on_the_cpu(device):
     config, models = TrainConfig(precision="fp32", optimizer="muon", max_lr=1e-2), []
     for where in (device, torch.device("cpu")):
         model = build(where, **NANOCHAT)
@@ -163,12 +163,7 @@ def test_muon_computes_the_same_as_on_the_cpu_and_skips_bad_steps(device):
         for _ in range(3):
             optimizer.zero_grad()
             gradients(model, where)
-            update_unless(torch.zeros((), device=where), optimizer)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.grad.fill_(torch.nan)
-        update_unless(torch.ones((), device=where), optimizer)
-        assert all(map(torch.equal, before, model.parameters()))
+            optimizer.step()
         models.append(model)
     on_device, on_cpu = ([p.detach().cpu() for p in model.parameters()] for model in models)
     assert_close(on_device, on_cpu, 1e-3)

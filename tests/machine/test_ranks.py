@@ -13,12 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import built, in_ranks, write_data
-from torch import nn
 
 import train
 from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
-from optim import update_unless
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
 from steadygpt.machine.host import process_age_s, usable_cores
@@ -135,7 +133,7 @@ def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
 def begin_with_the_weights_of_a_whole_model(shards: int, offload: bool, ranks: Ranks) -> None:
     model = sharded(ranks, shards, offload=offload)
     assert len(model.h[0].mlp.c_fc.weight.to_local()) <= math.ceil(64 / shards)
-    content = HostCopy(ranks).start(model, torch.optim.SGD(model.parameters()))
+    content = HostCopy(ranks).copy(model, torch.optim.SGD(model.parameters()))
     expected = whole().state_dict()
     assert list(content["model"]) == list(expected)
     if ranks.is_main:  # the others only help to gather
@@ -173,19 +171,6 @@ def close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16(ranks: Ranks) -
     assert abs(found - score(whole(), [close] * 3, ranks)).max() < 1e-2
 
 
-def sharded_updates_are_skipped_on_the_device(ranks: Ranks) -> None:
-    model = sharded(ranks, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for skipped in (0.0, 1.0):
-        optimizer.zero_grad()
-        model(*batch(ranks.rank)).backward()
-        before = [parameter.to_local().clone() for parameter in model.parameters()]
-        update_unless(torch.tensor(skipped), optimizer)
-        same = [torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)]
-        assert all(same) if skipped else not any(same)
-        assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
-
-
 def an_offloaded_optimizer_uses_all_cores(ranks: Ranks) -> None:
     del os.environ["OMP_NUM_THREADS"]
     torch.set_num_threads(1)  # torchrun's default
@@ -195,20 +180,11 @@ def an_offloaded_optimizer_uses_all_cores(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("behaviour", [
     ranks_stop_by_the_check_after_the_next, blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32,
-    close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16, sharded_updates_are_skipped_on_the_device,
+    close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16,
     an_offloaded_optimizer_uses_all_cores,
 ], ids=lambda function: function.__name__)  # fmt: skip
 def test_on_two_ranks(behaviour):
     in_ranks(2, check_on_rank, behaviour)
-
-
-def test_an_optimizer_that_cannot_skip_on_the_device_waits_for_the_verdict():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for skipped, expected in ((1.0, 1.0), (0.0, 0.0)):
-        weight.grad = torch.ones(3)
-        update_unless(torch.tensor(skipped), optimizer)
-        assert weight.tolist() == [expected] * 3
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -33,7 +33,7 @@ def forecast(config=CONFIG, step=0, val_rows=0, step_s=None, precision="bf16") -
     plan = SimpleNamespace(
         config=config, ranks=CPU, sketch=MODEL, val_rows=lambda: val_rows,
         history=SimpleNamespace(
-            step=step, rows_consumed=config.row_after(step), config=TrainConfig(precision=precision)
+            step=step, rows_consumed=step * config.rows_per_step, config=TrainConfig(precision=precision)
         ),
     )  # fmt: skip
     return forecasts.forecast(plan, step_s)
@@ -55,7 +55,7 @@ class Machine:
     def __init__(self, update_s: float, micro_step_s: float, monkeypatch):
         self.update_s, self.micro_step_s, self.now_s, self.taken = update_s, micro_step_s, 0.0, []
         monkeypatch.setattr(train.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(train, "train_step", lambda run, batches: lambda: self.take(run.config))
+        monkeypatch.setattr(train, "train_step", lambda run, batches: self.take(run.config))
 
     def take(self, config: TrainConfig) -> None:
         micro_steps = config.grad_accum_steps(world_size=1)

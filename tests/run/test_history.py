@@ -41,7 +41,7 @@ def test_changed_options_are_reported():
     assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
 
 
-OTHER_WORDS = {"schedule": "constant", "batch_ramp": "1024:10240"}  # values that are no defaults
+OTHER_WORDS = {"schedule": "constant"}  # values that are no defaults
 
 
 @pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "ask"])

@@ -1,4 +1,4 @@
-"""Which updates are skipped, decided on the device."""
+"""Which updates are skipped, what warns, and when a run has diverged."""
 
 import math
 from random import Random
@@ -12,26 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
+from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.results import SPIKE_WINDOW, Diverged, Judge, StepResult, pending
+from steadygpt.run.repeats import Repeats
+from steadygpt.run.results import SPIKE_WINDOW, Diverged, Results, StepResult, judge
+from steadygpt.run.schedule import Schedule
 
 CPU = torch.device("cpu")
 
 
-def results(
-    losses: list[float], recent: list[float] | None = None, scales: list[float] | None = None, bad_steps=0, **config
-) -> list[StepResult]:
-    """Judge consecutive steps with these losses, and loss scales of fp16 if given."""
-    judge = Judge(TrainConfig(**config), CPU, recent or [], bad_steps)
-    found = []
-    for step, loss in enumerate(losses):
-        scaler = SimpleNamespace(is_enabled=lambda: bool(scales), scale=lambda ones, step=step: ones * scales[step])
-        grad_norm = torch.tensor(math.inf if scales and scales[step] < 2**16 else 1.0)
-        skipped, fields = judge(torch.tensor(loss), grad_norm, scaler)
-        found.append(pending(step, 0, 1e-3, fields)())
-        assert found[-1].updated == (skipped.item() == 0)
-    return found
+def judged(loss: float, recent_losses: list[float], loss_scale: float | None = None, **config) -> StepResult:
+    """Judge a step with this loss; with a loss scale below 2**16, its gradient norm is infinite."""
+    grad_norm = math.inf if loss_scale and loss_scale < 2**16 else 1.0
+    return judge(
+        TrainConfig(**config), recent_losses, step=0, rows=range(4), lr=1e-3, loss=loss, grad_norm=grad_norm,
+        loss_scale=loss_scale,
+    )  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)
@@ -40,40 +37,62 @@ def test_loss_z_counts_standard_deviations_above_the_mean(seed, loss):
     random = Random(seed)
     recent = [random.uniform(1, 10) for _ in range(SPIKE_WINDOW)]
     expected = (loss - fmean(recent)) / pstdev(recent)
-    assert results([loss], recent)[0].loss_z == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert judged(loss, recent).loss_z == pytest.approx(expected, rel=1e-9)
+    assert judged(loss, [1e9, *recent]).loss_z == pytest.approx(expected, rel=1e-9)  # only the last ones count
 
 
 def test_spikes_are_found_once_enough_losses_are_known():
     steady = [2.0 + 0.1 * (i % 2) for i in range(SPIKE_WINDOW)]
-    assert [r.spike for r in results([9.0], steady[1:])] == [False]
-    assert [(r.spike, r.updated) for r in results([9.0], steady)] == [(True, True)]
-    assert [(r.spike, r.updated) for r in results([9.0], steady, skip_spikes=True)] == [(True, False)]
-    assert [r.spike for r in results([9.0], steady, spike_z=0.0)] == [False]
-    # The losses of the run itself count as well: the last of these is the first with enough before it.
-    found = results([*steady, 9.0])
-    assert [math.isnan(r.loss_z) for r in found] == [True] * SPIKE_WINDOW + [False]
+    unknown = judged(9.0, steady[1:])
+    assert (math.isnan(unknown.loss_z), unknown.spike, unknown.updated) == (True, False, True)
+    for config, expected in (
+        ({}, (True, True)),
+        ({"skip_spikes": True}, (True, False)),
+        ({"spike_z": 0.0}, (False, True)),
+    ):
+        result = judged(9.0, steady, **config)
+        assert (result.spike, result.updated) == expected
 
 
 def test_the_warning_of_a_spike_names_the_command_that_shows_its_rows():
     steady = [2.0 + 0.1 * (i % 2) for i in range(SPIKE_WINDOW)]
-    [spike] = results([9.0], steady, skip_spikes=True)
+    spike = judged(9.0, steady, skip_spikes=True)
     command = "python look.py --checkpoint_dir 'my run' --step 0 --by loss"
     assert spike.warning("my run").endswith(f"; its update was skipped; to see its rows: {command}")
-    [bad] = results([math.nan], steady)
-    assert bad.warning("my run").endswith("; its update was skipped")
+    assert judged(math.nan, steady).warning("my run").endswith("; its update was skipped")
+    assert judged(2.0, steady).warning("my run") == ""
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.booleans(), max_size=12), st.integers(0, 4), st.integers(0, 3))
-def test_after_max_bad_steps_in_a_row_every_update_is_skipped(good, max_bad_steps, bad_steps):
-    """The host may start another step before it reads that the last one was bad."""
-    found = results([2.0 if ok else math.nan for ok in good], max_bad_steps=max_bad_steps, bad_steps=bad_steps)
-    expected = []
-    for ok in good:
-        halted = 0 < max_bad_steps <= bad_steps
-        expected.append(ok and not halted)
-        bad_steps = bad_steps if halted else 0 if ok else bad_steps + 1
-    assert [result.updated for result in found] == expected
+@given(st.lists(st.booleans(), max_size=12), st.integers(0, 4), st.integers(0, 3), st.integers(1, 5))
+def test_a_run_diverges_at_max_bad_steps_and_goes_back_to_the_first_of_them(good, max_bad_steps, bad_steps, rows):
+    config = TrainConfig(
+        context_length=16, total_batch_size=16 * rows, max_steps=99, max_bad_steps=max_bad_steps, device="cpu"
+    )
+    bad_steps = min(bad_steps, max(0, max_bad_steps - 1))  # restore() sees to it
+    log = SimpleNamespace(step=lambda *args, **facts: None, warn=lambda *args, **event: None)
+    state = TrainState(step=10, rows_consumed=10 * rows, bad_steps=bad_steps)
+    results = Results(config, Ranks(CPU), Schedule(config, 32), state, log, 1.0, Repeats(log))
+    for number, is_good in enumerate(good):
+        step, first_row = 10 + number, rows * (10 + number)
+        loss = 2.0 if is_good else math.nan
+        bad_steps = 0 if is_good else bad_steps + 1
+        result = judge(
+            config, state.recent_losses, step=step, rows=range(first_row, first_row + rows), lr=1e-3, loss=loss,
+            grad_norm=1.0, loss_scale=None,
+        )  # fmt: skip
+        if bad_steps >= max_bad_steps > 0:
+            with pytest.raises(Diverged) as diverged:
+                results.add(result)
+            assert (diverged.value.step, diverged.value.row) == (
+                step + 1 - bad_steps,
+                first_row + rows - rows * bad_steps,
+            )
+            assert state.bad_steps == 0
+            return
+        results.add(result)
+        assert state.bad_steps == bad_steps
+    assert len(state.recent_losses) == sum(good)
 
 
 @pytest.mark.parametrize(("config", "advice"), [
@@ -87,27 +106,31 @@ def test_the_advice_after_a_divergence_halves_the_learning_rate(config, advice):
 
 
 def test_an_overflow_in_fp16_is_bad_when_no_lower_scale_is_left():
-    found = results([2.0] * 4, scales=[2.0**16, 2.0**15, 1.0, 0.5])
-    assert [(r.bad, r.updated) for r in found] == [(False, True), (False, False), (False, False), (True, False)]
-    assert "fp16" in found[1].warning("run") and "fp16" not in found[3].warning("run")
+    results = [judged(2.0, [], scale) for scale in (2.0**16, 2.0**15, 1.0, 0.5)]
+    assert [(r.bad, r.updated) for r in results] == [(False, True), (False, False), (False, False), (True, False)]
+    assert "fp16" in results[1].warning("run") and "fp16" not in results[3].warning("run")
+    assert judged(math.nan, [], 2.0**15).bad  # a lower scale does not help a loss
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_never_waits_for_the_device(precision, tmp_path, monkeypatch):
-    """On CUDA, each of these calls waits until the GPU has finished everything before it."""
+def test_a_step_with_a_nan_changes_nothing_but_the_loss_scale(optimizer, precision, tmp_path):
     data = str(write_data(tmp_path / "data"))
-    run = built("--data_dir", data, "--skip_spikes", "--precision", precision, ranks=Ranks(CPU))
+    flags = ("--optimizer", optimizer, "--muon_beta2", "0.9", "--precision", precision)
+    run = built("--data_dir", data, *flags, ranks=Ranks(CPU))
     batches = run.training_batches()
-    train.train_step(run, batches)  # the optimizer's first step allocates its state
-    weights = [parameter.clone() for parameter in run.model.parameters()]
+    assert train.train_step(run, batches).updated  # the first step allocates the optimizer's state
 
-    def waited(*args):
-        raise AssertionError("the step waits for the device")
+    def tensors() -> list[torch.Tensor]:
+        weights = [*run.model.parameters()]
+        return [t.detach().clone() for t in (*weights, *(t for w in weights for t in run.optimizer.state[w].values()))]
 
-    with monkeypatch.context() as patched:
-        for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"):
-            patched.setattr(torch.Tensor, name, waited)
-        result = train.train_step(run, batches)
+    before = tensors()
+    hook = run.model.h[0].mlp.c_fc.weight.register_hook(lambda gradient: gradient * math.nan)
+    result = train.train_step(run, batches)
+    hook.remove()
+    assert (result.updated, result.bad, math.isnan(result.grad_norm)) == (False, precision == "fp32", True)
+    assert all(map(torch.equal, before, tensors()))
+    assert train.train_step(run, batches).updated
     batches.close()
-    assert result().updated
-    assert not any(torch.equal(old, new) for old, new in zip(weights, run.model.parameters(), strict=True))
+    assert not any(map(torch.equal, before, tensors()))
