@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -57,7 +56,7 @@ class Saver:
         self.writer = CheckpointWriter(self.config, self.log, Uploads(self.mirror, self.config, self.log))
 
     def save(self, step: int, *tiers: str) -> None:
-        self.writer.save(step, partial(run_content, step), list(tiers))
+        self.writer.save(step, run_content(step), list(tiers))
 
     def roll(self, step: int) -> None:
         self.save(step, ROLLING.format(step))

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -39,7 +38,7 @@ def run(tmp_path, monkeypatch):
     def capture():
         clock.now_s += run.pause_s
         run.captured.append(run.step)
-        return partial(run_content, run.step)
+        return run_content(run.step)
 
     writer = CheckpointWriter(config, run.log)
     run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, stop, writer)
@@ -64,7 +63,7 @@ def run(tmp_path, monkeypatch):
 def writer(tmp_path):
     """A writer that keeps two rolling checkpoints; writer.write(step, *tiers) saves a step."""
     writer = CheckpointWriter(TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=2), Mock())
-    writer.write = lambda step, *tiers: writer.save(step, partial(run_content, step), [*tiers])
+    writer.write = lambda step, *tiers: writer.save(step, run_content(step), [*tiers])
     return writer
 
 
@@ -207,7 +206,7 @@ def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_re
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     write_checkpoint(tmp_path, 80, ROLLING.format(80), saved_at=1e9)  # before the run went back
     damage(tmp_path / ROLLING.format(10), "truncated")
-    CheckpointWriter(writer.config, Mock()).save(50, partial(run_content, 50), [ROLLING.format(50)])
+    CheckpointWriter(writer.config, Mock()).save(50, run_content(50), [ROLLING.format(50)])
     assert names(tmp_path)[1:] == [ROLLING.format(step) for step in (10, 40, 50)]
 
 
@@ -217,7 +216,7 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path,
         monkeypatch.setattr(time, "time", lambda step=step: 1e9 - step)
         if starts > 1:
             writer = CheckpointWriter(writer.config, Mock())
-        writer.save(step, partial(run_content, step), [ROLLING.format(step)])
+        writer.save(step, run_content(step), [ROLLING.format(step)])
     assert names(tmp_path) == ["latest.pt", "latest_backup.pt", ROLLING.format(30), ROLLING.format(40)]
     assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 40
 
