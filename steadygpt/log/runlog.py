@@ -158,7 +158,7 @@ class RunLog:
         with self.lock:
             self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
         if event:
-            self.tell("send", event, line, self.facts["step"], self.max_steps)
+            self.tell("send", event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
@@ -167,7 +167,7 @@ class RunLog:
         self._write_status(durable=True)
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
         event = ("resumed" if self.facts["step"] else "started") if status == "running" else status
-        self.tell("send", event, " | ".join([found, *summary]), self.facts["step"], self.max_steps)
+        self.tell("send", event, " | ".join([found, *summary]))
 
     def note(self, **facts: object) -> None:
         """Keep facts for status.json; None, NaN and infinity remove one."""
