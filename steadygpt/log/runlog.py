@@ -80,7 +80,7 @@ class RunLog:
         if config.alert_url:
             self.sinks["alerts"] = Alerts(config.alert_url, config.run_name, self.warn)
         if config.system_metrics_s:
-            self.sinks["system"] = SystemMetrics(config, self.ranks.device, self.load, self.warn)
+            self.sinks["system"] = SystemMetrics(config.system_metrics_s, self.ranks.device, self.load, self.warn)
 
     def step(
         self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
