@@ -15,7 +15,8 @@ from steadygpt.base.retry import brief
 from steadygpt.base.text import printable
 
 REPEAT_S = 600.0  # between two alerts about the same event: a run may have many spikes in a row
-TIMEOUT_S = 20.0
+TIMEOUT_S = 5.0  # of a server that does not respond
+CLOSING_S = 10.0  # for the last alerts, of which a run that fails may send two
 LONGEST_TEXT = 900  # characters of an alert: Discord takes 2,000, and ntfy 4,096 bytes
 HEADERS = {
     "Content-Type": "application/json",
@@ -50,12 +51,10 @@ class Alerts:
         self.sent_at_s[event] = now_s
         self.messages.put(printable(f"{self.prefix} {event}: {text}")[:LONGEST_TEXT])
 
-    def close(self, wait_s: float = 5.0) -> None:
-        """Give the last alerts `wait_s` seconds to arrive."""
+    def close(self) -> None:
+        """Give the last alerts CLOSING_S seconds to arrive."""
         self.messages.put(None)
-        self.thread.join(wait_s)
-        if self.thread.is_alive():
-            self.warn(f"the last alert may not have reached {self.server}: no answer within {wait_s:g} s")
+        self.thread.join(CLOSING_S)
 
     def _post_all(self) -> None:
         has_failed = False

@@ -104,15 +104,25 @@ def test_the_message_is_what_slack_discord_and_ntfy_document(webhook, sender):
     assert r"@everyone\n\x1b[31mValueError" in message["content"] and message["content"].isprintable()
 
 
-def test_a_slow_server_does_not_delay_the_run(webhook, sender, warnings):
-    webhook.delay_s = 1.0
+def test_a_server_that_does_not_respond_delays_neither_the_run_nor_its_end(monkeypatch, webhook, sender, warnings):
+    monkeypatch.setattr(alerts, "TIMEOUT_S", 0.4)
+    monkeypatch.setattr(alerts, "CLOSING_S", 0.6)
+    webhook.delay_s = 2.0
     start = time.monotonic()
     for event in ("started", "spike", "finished"):
         sender.send(event, "now")
-    assert time.monotonic() - start < 0.1
-    sender.close(wait_s=0.3)
-    assert time.monotonic() - start < 0.8
-    assert warnings == [f"the last alert may not have reached {webhook.server}: no answer within 0.3 s"]
+    assert time.monotonic() - start < 0.2
+    sender.close()
+    assert time.monotonic() - start < 1.2
+    assert warnings == [f"an alert did not reach {webhook.server}: TimeoutError: timed out; training continues"]
+
+
+def test_the_end_of_a_run_waits_for_its_last_alert(webhook, sender, warnings):
+    webhook.delay_s = 0.3
+    for event in ("bad steps", "failed"):
+        sender.send(event, "now")
+    sender.close()
+    assert webhook.texts() == ["bad steps: now", "failed: now"] and not sender.thread.is_alive() and not warnings
 
 
 @pytest.mark.parametrize(("status", "reason"), [
