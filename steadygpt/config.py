@@ -208,7 +208,7 @@ class TrainConfig(GPTConfig):
     log_freq: int = _logs(1, "steps between log lines", at_least=1)
     use_wandb: bool = _logs(False, "also log to Weights & Biases (pip install wandb)", on_resume="place")
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown")
-    system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU, memory and disk; 0 = off")
+    system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU and memory; 0 = off")
     alert_url: str = _logs("", "webhook for alerts: of Slack, Discord or ntfy, or another URL that accepts a JSON POST",
                            on_resume="launch", secret=True)
 

@@ -356,7 +356,7 @@ def alerts_of(monkeypatch) -> list[tuple[str, str]]:
 
     def listening(log, method, *told):
         if method == "send":
-            alerts.append(told[:2])
+            alerts.append(told)
         tell(log, method, *told)
 
     monkeypatch.setattr(RunLog, "tell", listening)

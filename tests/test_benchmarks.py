@@ -30,19 +30,15 @@ def run_suite(monkeypatch, tmp_path, rows: list[Row], *further: str) -> dict:
 SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
     "core_speed": "--rows 11 --rounds 1 --size 1 1 8",
     "cast": "--data {tmp}/cast.json --plot {tmp}/cast.svg",
-    "growth": "--only seed validation ranks --ranks 16",
     "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
-    "long_logs": "--lines 500 --files 3",
     "predictions": "",  # the tables of recorded losses
-    "optimizer_cost": "--layers 1 --width 12 --tokens 4096 --rounds 1",
     "prepare_speed": "--megabytes 10 --rounds 1",
-    "prepare_workers": "--workers 2 --megabytes 200 --rounds 1",
     "tokens_to_loss": "--scale tiny --out {tmp} --only 'sweep/gpt2 max_lr 0.008*'",
 }
 QUICK = [row for row in gpu_suite.ROWS if row.quick]
 QUICK += [Row("fast", name, 300, f"-m benchmarks.{name} {flags}") for name, flags in SMALLEST.items()]
-# Three train for longer, one needs a checkout of nanochat, and the others are parts of benchmarks.
-NOT_RUN = {"averages", "monitor_picture", "quickstart_curve", "nanochat_run", "compare", "gpu_suite", "picture"}
+# Two train for longer, one needs a checkout of nanochat, and the others are parts of benchmarks.
+NOT_RUN = {"monitor_picture", "quickstart_curve", "nanochat_run", "compare", "gpu_suite", "picture"}
 
 
 @pytest.mark.storm

@@ -80,7 +80,7 @@ class RunLog:
         if config.alert_url:
             self.sinks["alerts"] = Alerts(config.alert_url, config.run_name, self.warn)
         if config.system_metrics_s:
-            self.sinks["system"] = SystemMetrics(config, self.ranks.device, self.load, self.warn)
+            self.sinks["system"] = SystemMetrics(config.system_metrics_s, self.ranks.device, self.load, self.warn)
 
     def step(
         self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
@@ -158,7 +158,7 @@ class RunLog:
         with self.lock:
             self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
         if event:
-            self.tell("send", event, line, self.facts["step"], self.max_steps)
+            self.tell("send", event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
@@ -167,7 +167,7 @@ class RunLog:
         self._write_status(durable=True)
         found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
         event = ("resumed" if self.facts["step"] else "started") if status == "running" else status
-        self.tell("send", event, " | ".join([found, *summary]), self.facts["step"], self.max_steps)
+        self.tell("send", event, " | ".join([found, *summary]))
 
     def note(self, **facts: object) -> None:
         """Keep facts for status.json; None, NaN and infinity remove one."""
