@@ -37,7 +37,8 @@ class Mutation(NamedTuple):
 MUTATIONS = [Mutation(*row) for row in (
     # The step: what is computed, and by which rank.
     ("train.py", "micro_batches if run.gradient_sum else micro_steps", "micro_batches", "faults/test_equal"),
-    ("train.py", "micro_batch = ranks.rank * micro_steps + micro_step", "micro_batch = micro_step", "faults/test_equal"),
+    ("train.py", "micro_batch = ranks.rank * micro_steps + micro_step",
+     "micro_batch = micro_step", "faults/test_equal"),
     ("train.py", "(config.seed * 1_000_003 + state.step) * 65_537",
      "(config.seed * 1_000_003) * 65_537", "test_train"),
     ("train.py", "config.grad_clip or math.inf", "math.inf", "test_train test_optim"),
@@ -79,7 +80,8 @@ MUTATIONS = [Mutation(*row) for row in (
     # Bad steps.
     ("steadygpt/run/results.py", "finite and not (spike and config.skip_spikes)",
      "finite", "run/test_results"),
-    ("steadygpt/run/results.py", "state.bad_steps + 1 if result.bad else 0", "state.bad_steps + result.bad", "run/test_results"),
+    ("steadygpt/run/results.py", "state.bad_steps + 1 if result.bad else 0",
+     "state.bad_steps + result.bad", "run/test_results"),
     ("steadygpt/run/results.py", "recent_losses[-SPIKE_WINDOW:]\n    if", "recent_losses\n    if", "run/test_results"),
     ("steadygpt/run/results.py", "row - bad_steps * self.config",
      "row - (bad_steps - 1) * self.config", "run/test_results faults/test_equal"),
