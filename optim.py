@@ -17,9 +17,9 @@ from steadygpt.machine.ranks import Ranks
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-TINY = 1e-10  # smaller mean squares are those of neurons without gradients
+TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
 MUON_OPTIONS = ("lr", "weight_decay", "momentum", "beta2")
-AT_ONCE = 2**27  # numbers of the matrices that are whole on every rank at the same time, unless one matrix has more
+AT_ONCE = 2**27  # elements of the matrices that are whole on every rank at the same time, unless one matrix has more
 
 
 def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
@@ -30,41 +30,47 @@ def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim
     """
     roles = model.parameters_by_role()
     params = {role: list(parameters.values()) for role, parameters in roles.items()}
-    muon = config.optimizer == "muon"
-    groups: list[dict[str, Any]] = [
-        {"params": params["embedding"] + ([] if muon else params["matrix"]) + params["head"], "lr_ratio": 1.0},
-        {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0},
-    ]
-    betas = config.adam_beta1, config.adam_beta2
-    options: dict[str, Any] = {"lr": config.max_lr, "betas": betas, "eps": config.adam_eps, "fused": True}
-    options["weight_decay"] = config.weight_decay
-    if not muon:
-        return torch.optim.AdamW(groups, **options)
-    parts, lr_ratio = [model.config.parts(name) for name in roles["matrix"]], config.muon_lr / config.max_lr
-    of_muon = {"parts": parts, "momentum": config.muon_momentum, "beta2": config.muon_beta2}
-    groups.append({"params": params["matrix"], "lr_ratio": lr_ratio, **of_muon})
-    # A batch of matrices of another size would be rounded in another way.
+    tables = params["embedding"] + params["head"]
+    options: dict[str, Any] = {
+        "lr": config.max_lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    vectors = {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0}
+    if config.optimizer == "adamw":
+        with_decay = {"params": params["embedding"] + params["matrix"] + params["head"], "lr_ratio": 1.0}
+        return torch.optim.AdamW([with_decay, vectors], **options)
+    matrices = {
+        "params": params["matrix"],
+        "lr_ratio": config.muon_lr / config.max_lr,
+        "parts": [model.config.parts(name) for name in roles["matrix"]],
+        "momentum": config.muon_momentum,
+        "beta2": config.muon_beta2,
+    }
+    # Another batch size of matrices rounds differently.
     share_work = Ranks(ranks.device) if config.deterministic else ranks
-    return Muon(groups, share_work, config.precision, **options)
+    return Muon([{"params": tables, "lr_ratio": 1.0}, vectors, matrices], share_work, config.precision, **options)
 
 
 @cache
 def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what an optimizer keeps in fp32, as PARAMETER.KIND; without a beta2 no mean_squares.
-
-    They are those that a step leaves, with tensors that have no content.
-    """
+    """Return the shapes of the optimizer's state after one step on fake tensors, by PARAMETER.KIND."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     cpu = torch.device("cpu")
     with FakeTensorMode(), cpu:
         model = GPT(shape, initialize=False)
-        found = make_optimizer(model, TrainConfig(optimizer=optimizer, muon_beta2=0.95), Ranks(cpu))
+        stepped = make_optimizer(model, TrainConfig(optimizer=optimizer, muon_beta2=0.95), Ranks(cpu))
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
-        found.step()
-    kept = {name: found.state[parameter] for name, parameter in model.named_parameters()}
-    return {f"{name}.{kind}": tuple(tensor.shape) for name, state in kept.items() for kind, tensor in state.items()}
+        stepped.step()
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in stepped.state[parameter].items():
+            shapes[f"{name}.{kind}"] = tuple(tensor.shape)
+    return shapes
 
 
 class Muon(torch.optim.AdamW):
@@ -104,11 +110,14 @@ class Muon(torch.optim.AdamW):
         """Update the groups with "parts"."""
         for group in self.param_groups:
             if "parts" in group:
-                options, stacked, numbers = {name: group[name] for name in MUON_OPTIONS}, Stacked(), 0
+                options = {name: group[name] for name in MUON_OPTIONS}
+                stacked: Stacked = []
+                numbers = 0
                 for parameter, parts in zip(group["params"], group["parts"], strict=True):
                     if stacked and numbers + parameter.numel() > AT_ONCE:
                         self._update(stacked, **options)
-                        stacked, numbers = [], 0
+                        stacked = []
+                        numbers = 0
                     stacked.append((parameter, parts))
                     numbers += parameter.numel()
                 self._update(stacked, **options)
@@ -148,7 +157,8 @@ def orthogonalized(
     Matrices of one shape, or its transpose, are one batch. Every rank has all matrices, computes its share of each
     batch, and receives the results of the other ranks.
     """
-    results, batches = list(matrices), defaultdict[tuple[int, ...], list[int]](list)
+    results = list(matrices)
+    batches: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         batches[tuple(sorted(matrix.shape))].append(index)
     for shape, indices in batches.items():

@@ -226,23 +226,32 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     Raises: Stopped.
     """
     config, ranks = run.config, run.ranks
-    rows, B, sums = validation_rows(config, val, len(run.plan.data.val_sets)), config.mini_batch_size, []
-    of_rank = math.ceil(rows / (B * ranks.world_size)) * B
-    known = torch.from_numpy(run.tokenizer.num_bytes) if run.tokenizer else torch.zeros(0, dtype=torch.int64)
-    size_of = nn.functional.pad(known, (0, run.model.config.padded_vocab_size - len(known))).to(ranks.device)
-    every_rank = [range(of_rank * ranks.world_size)]
-    with closing(run.batches(Spread(val, rows), every_rank)) as batches, evaluating(run.forward), run.autocast():
-        for first in range(ranks.rank * of_rank, (ranks.rank + 1) * of_rank, B):
+    B = config.mini_batch_size
+    rows = validation_rows(config, val, len(run.plan.data.val_sets))
+    rows_per_rank = math.ceil(rows / (B * ranks.world_size)) * B
+    num_bytes = torch.zeros(0, dtype=torch.int64)
+    if run.tokenizer:
+        num_bytes = torch.from_numpy(run.tokenizer.num_bytes)
+    bytes_of_token = nn.functional.pad(num_bytes, (0, run.model.config.padded_vocab_size - len(num_bytes)))
+    bytes_of_token = bytes_of_token.to(ranks.device)
+    one_step = [range(rows_per_rank * ranks.world_size)]
+    sums = []
+    with closing(run.batches(Spread(val, rows), one_step)) as batches, evaluating(run.forward), run.autocast():
+        for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
             run.stop.check()
             inputs, targets = batches.next()
-            losses, sizes = run.forward(inputs, targets, reduction="none"), size_of[targets]  # (B, T)
+            losses = run.forward(inputs, targets, reduction="none")  # (B, T)
+            sizes = bytes_of_token[targets]
             end = max(0, rows - first)
-            losses[end:], sizes[end:] = 0, 0  # not cut from the inputs: a new shape would recompile the model
+            losses[end:] = 0  # not cut from the inputs: a new shape would recompile the model
+            sizes[end:] = 0
             sums.append(torch.stack([losses.sum(), losses.where(sizes > 0, 0).sum(), sizes.sum()]))
-    of_all = chain.from_iterable(ranks.gather(torch.stack(sums).tolist()))
-    loss, nats, size = map(math.fsum, zip(*of_all, strict=True))  # rounded once, so in any order
+    sums_of_ranks = ranks.gather(torch.stack(sums).tolist())
+    loss, nats, size = map(math.fsum, zip(*chain.from_iterable(sums_of_ranks), strict=True))  # rounded once
     scores = {"val_loss": loss / (rows * config.context_length)}
-    return scores | ({"val_bpb": nats / (math.log(2) * size)} if size else {})
+    if size:
+        scores["val_bpb"] = nats / (math.log(2) * size)
+    return scores
 
 
 def evaluate(run: Run, everything: bool) -> None:
@@ -417,9 +426,10 @@ def capture(run: Run) -> dict:
 def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:
     """Load what capture() saved. With --init_from load only weights; otherwise draw new ones."""
     config, history, ranks = plan.config, plan.history, plan.ranks
-    checkpoint, loaded = history.checkpoint, history.checkpoint or history.weights
-    if loaded:
-        fill(model, loaded["model"].__getitem__, ranks)
+    checkpoint = history.checkpoint
+    saved = checkpoint or history.weights
+    if saved:
+        fill(model, saved["model"].__getitem__, ranks)
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
@@ -427,21 +437,23 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
-        # Of what is now on the device; a rank of several has only parts of it under FSDP.
+        # Of what is now on the device: under FSDP, a rank has only its shards.
         on_device = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))
-        if differs := [name for name, number in on_device.items() if checkpoint["digests"].get(name, number) != number]:
+        expected = checkpoint["digests"]
+        changed = [name for name, number in on_device.items() if expected.get(name, number) != number]
+        if changed:
             raise UserError(
-                f"{history.path}: {', '.join(some(differs, 'tensor'))} changed on the way to {ranks.device}; "
+                f"{history.path}: {', '.join(some(changed, 'tensor'))} changed on the way to {ranks.device}; "
                 "its memory or the host's is wrong. Resume on another machine"
             )
-    saved = {name: checkpoint[name] for name in TrainState.__annotations__} if checkpoint else {}
-    state = TrainState(**saved)
-    if loaded:  # unmap the file: later saves replace it, and the disk has its space back
-        loaded |= WITHOUT_TENSORS
+    state = TrainState()
     if checkpoint:
+        state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
         before, now = history.starts[-1], plan.starts[-1]
         if trained_with(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
             state.bad_steps = 0  # these count only steps of one batch size and mixture
+    if saved:  # unmap the file: later saves replace it, and the disk has its space back
+        saved |= WITHOUT_TENSORS
     if history.is_fork:  # the best model is in the other folder
         state.best_val_loss = None
     if config.max_bad_steps:  # which may have been lowered
