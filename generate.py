@@ -156,9 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"warning: the prompt has {tokens:,} tokens; the model sees the last {context:,}", file=sys.stderr)
         generator = torch.Generator(ranks.device).manual_seed(options.seed)
         how = {"temperature": options.temperature, "top_k": options.top_k}
-        sizes = options.num_seq, model.config.embd_size, model.config.mlp_size
-        precision, _ = choose_precision(options.precision, ranks.device, *sizes)
-        with autocast(ranks.device, precision):
+        with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
             texts = sample_texts(model, tokenizer, prompt, options.max_tokens, generator, options.num_seq, **how)
         for number, text in enumerate(texts, start=1):
             if options.num_seq > 1:

@@ -159,7 +159,7 @@ def score(
     """Score the answers of questions on all ranks together, (questions, most answers, 2) float64, see score_batch().
 
     Under autocast, questions that its rounding may decide are scored again without it, so the choices are those of fp32
-    (except for layers in fp8, and for FSDP in bf16, which rounds the weights).
+    (except for FSDP in bf16, which rounds the weights).
 
     Args:
         check: is called before each batch, and may raise to end the evaluation.
@@ -313,8 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
-        sizes = model.config.context_length, model.config.embd_size, model.config.mlp_size
-        precision, _ = ranks.broadcast(choose_precision(options.precision, ranks.device, *sizes))
+        precision = ranks.broadcast(choose_precision(options.precision, ranks.device))
         place = options.core_dir if options.tasks == CORE else options.hellaswag_file
         suite = Suite.load(options.tasks, place, options.limit, tokenizer, model.config.context_length, ranks)
         with autocast(ranks.device, precision):

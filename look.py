@@ -179,7 +179,7 @@ def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.n
     losses, T = [], rows.shape[1] - 1
     with joined(options.device) as ranks, ProgressBar(desc="scoring", total=len(rows), unit="row", delay=3) as bar:
         model, device = load_model(checkpoint).to(ranks.device), ranks.device
-        precision, _ = choose_precision(options.precision, device, T, model.config.embd_size, model.config.mlp_size)
+        precision = choose_precision(options.precision, device)
         rows_at_once = max(1, TOKENS_PER_BATCH["cpu" if device.type == "cpu" else "gpu"] // T)
         with evaluating(model), autocast(device, precision):
             for batch in torch.from_numpy(rows).split(rows_at_once):

@@ -83,13 +83,13 @@ class Muon(torch.optim.AdamW):
         groups: with "parts", for each parameter the rows of the matrices that it stacks, "momentum", and "beta2", the
             decay of the mean squares of neurons, 0 for none.
         ranks: share the work. Under FSDP they gather matrices for it, at most AT_ONCE numbers at a time.
-        precision: of the run. With bf16 or fp8, matrices are orthogonalized in bf16, otherwise in fp32.
+        precision: of the run. With bf16, matrices are orthogonalized in bf16, otherwise in fp32.
         options: of AdamW.
     """
 
     def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
         super().__init__(groups, **options)
-        self.ranks, self.dtype = ranks, torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
+        self.ranks, self.dtype = ranks, torch.bfloat16 if precision == "bf16" else torch.float32
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter

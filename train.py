@@ -43,10 +43,9 @@ from steadygpt.convert.weights import load_cropped
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, evaluating, profiled, seed, use_fp8
+from steadygpt.machine.device import autocast, evaluating, profiled, seed
 from steadygpt.machine.digests import Corrupted, combined, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
-from steadygpt.machine.links import watch_links
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
@@ -105,11 +104,8 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     fsdp = config.sharding == "fsdp"
     with torch.device("meta") if fsdp else ranks.device:  # FSDP allocates only this rank's shards
         model = new_model(config, shape)
-    if config.precision == "fp8":
-        use_fp8(model.h, ranks.device)
     if fsdp:
-        shards = config.shards(ranks.world_size)
-        parallel.shard(model, model.h, ranks, shards, config.precision, config.cpu_offload)
+        parallel.shard(model, model.h, ranks, config.shards(ranks.world_size), config.precision)
     model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
     return model
 
@@ -513,7 +509,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.list_checkpoints:
         return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
     with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
-        watch_links(ranks)
         history = open_history(config, given, ranks, held)
         data = open_data(history, ranks)
         plan = settle(history, data, ranks)

@@ -23,7 +23,7 @@ from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.checkpoint.saves import CheckpointWriter
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.device import autocast, native_precision
+from steadygpt.machine.device import autocast, choose_precision
 from steadygpt.machine.ranks import Ranks, joined
 
 
@@ -40,7 +40,7 @@ class Training:
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for _ in range(self.micro_steps):
-            with autocast(self.device, native_precision(self.device)):
+            with autocast(self.device, choose_precision("auto", self.device)):
                 loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
             loss.backward()
         self.optimizer.step()

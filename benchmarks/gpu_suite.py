@@ -79,7 +79,6 @@ ROWS = [
         "-m benchmarks.generation_speed --json {json} --precision bf16 --rounds 3 {nanogpt}",
         "--precision fp32 --rounds 1 --layers 1 --tokens 4", "4 x nanoGPT"),
     Row("fast", "162 M, modern", 200, f"{TRAIN} --config modern --micro_steps 4"),
-    Row("fast", "162 M, modern in fp8", 200, f"{TRAIN} --config modern --micro_steps 4 --precision fp8"),
     Row("fast", "10 M, 64 x 256", 160, f"{TRAIN} --shape 10m {{nanogpt}}"),
     Row("fast", "152 M, small_32k", 200, f"{TRAIN} --config small_32k --micro_steps 2", "",
         "160,000 tokens/s on an H100"),

@@ -22,7 +22,7 @@ from dataloader import BatchLoader, Mixture, RowStream
 from model import GPT, GPTConfig
 from steadygpt.data.order import Phase, shares_of_block
 from steadygpt.data.shards import Shard, open_shard
-from steadygpt.machine.device import autocast, native_precision
+from steadygpt.machine.device import autocast, choose_precision
 
 TOKENS = 100_000_000
 
@@ -66,7 +66,7 @@ def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
         begun = time.perf_counter()
         inputs, targets = loader.next()
         waited_s += time.perf_counter() - begun
-        with autocast(loader.device, native_precision(loader.device)):
+        with autocast(loader.device, choose_precision("auto", loader.device)):
             loss = model(inputs, targets)
         loss.backward()
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Peak memory of training beside the plan's estimate: plain, loss in chunks, recomputed blocks, DDP, FSDP, offload.
+"""Peak memory of training beside the plan's estimate: plain, loss in chunks, recomputed blocks, DDP, FSDP.
 
     python -m benchmarks.memory --ranks 1 2 --sharding ddp fsdp --precisions fp32 bf16     # any CPU, 15 minutes
     python -m benchmarks.memory --config small_32k --variants as_it_is                     # a preset with its options
@@ -8,9 +8,7 @@
 Each figure is one start of train.py that makes two steps on random tokens. (One step is not enough: Adam creates its
 moments at its end.) On CUDA the figure is PyTorch's peak allocation. On a CPU it is the largest resident set of rank 0,
 minus that of a model of negligible size started in the same way. Freed memory returns to the system here, so that the
-figure is what is in use; --keep_freed measures a real run, which keeps it (device.keep_freed_memory). --cpu_offload on
-a CPU keeps everything in the same memory, so there the plan's figure is the sum of its two lines, without the copy for
-checkpoints.
+figure is what is in use; --keep_freed measures a real run, which keeps it (device.keep_freed_memory).
 """
 
 import argparse
@@ -42,7 +40,6 @@ VARIANTS = {
     "plain": flags(loss_chunk_size=0, activation_checkpointing="off"),
     "chunked": flags(loss_chunk_size=256, activation_checkpointing="off"),
     "both": flags(loss_chunk_size=256, activation_checkpointing="on"),
-    "offload": flags(loss_chunk_size=256, activation_checkpointing="on", cpu_offload="on"),  # only with FSDP
     "as_it_is": [],
 }
 UNITS = {"kB": 1e-6, "MB": 1e-3, "GB": 1.0, "TB": 1e3}  # in GB
@@ -80,7 +77,7 @@ def train_rank() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="", help="preset to measure (default: 4 layers, 512 wide, 520 tokens)")
-    parser.add_argument("--variants", nargs="+", default=["plain", "chunked", "both", "offload"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["plain", "chunked", "both"], choices=VARIANTS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1])
     parser.add_argument("--sharding", nargs="+", default=["ddp"], choices=("ddp", "fsdp"))
     parser.add_argument("--precisions", nargs="+", default=["auto"])
@@ -108,8 +105,6 @@ def main() -> None:
                 small = flags(total_batch_size=32 * step, mini_batch_size=micro_step)
                 nothing, *_ = train_once(folder, [*common, *NOTHING, *small], ranks, args.keep_freed)
             for precision, variant in product(args.precisions, args.variants):
-                if variant == "offload" and sharding != "fsdp":
-                    continue
                 tokens = preset.context_length * step
                 options = [*shape, *common, *flags(mini_batch_size=rows, total_batch_size=tokens, precision=precision)]
                 peak, plan, seconds, taken = train_once(folder, options + VARIANTS[variant], ranks, args.keep_freed)

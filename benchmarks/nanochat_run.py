@@ -25,7 +25,7 @@ import torch
 
 from dataloader import BatchLoader, Spread
 from steadygpt.config import TrainConfig, parse_args
-from steadygpt.machine.device import native_precision
+from steadygpt.machine.device import choose_precision
 from steadygpt.run.data import Data, find_data
 from steadygpt.run.plan import validation_rows
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse_args(argv[3:])[0]
     data = find_data(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = config.precision if config.precision in DTYPES else native_precision(device)
+    precision = config.precision if config.precision in DTYPES else choose_precision("auto", device)
     os.environ["NANOCHAT_DTYPE"] = DTYPES[precision]  # read when nanochat is imported
     sys.path.insert(0, str(checkout))
     from nanochat.gpt import GPT, GPTConfig

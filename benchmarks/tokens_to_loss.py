@@ -74,7 +74,7 @@ from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.text import duration_text
 from steadygpt.config import FIELDS, parse_args
 from steadygpt.data.tokenizer import TOKENIZER_JSON
-from steadygpt.machine.device import native_precision
+from steadygpt.machine.device import choose_precision
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -236,7 +236,7 @@ class Study:
             return [sys.executable, "-u", "train.py", *flags(**(self.options(run) | own))], self.checkouts["nanogpt"]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         own = {
-            "precision": native_precision(device), "data_dir": self.data, "tokenizer": self.tokenizer,
+            "precision": choose_precision("auto", device), "data_dir": self.data, "tokenizer": self.tokenizer,
             "checkpoint_dir": folder, "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1,
             "log_freq": 100, "resume": "auto", **further,
         }  # fmt: skip

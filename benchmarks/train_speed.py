@@ -15,7 +15,7 @@ to the next, so its whole cost is included. On a GPU, the peak memory of our sid
 optimizer steps per hour on this one device.
 
 With --precision default each side chooses its precision and whether it compiles. On a CPU nanoGPT compiles and computes
-in fp32; SteadyGPT does not compile, and takes the faster precision.
+in fp32; SteadyGPT does not compile, and computes in bf16 where the processor has instructions for it.
 
 On a CPU nanoGPT trains in fp32 only. Its bf16 side is the same train.py with autocast in place of the null context.
 """
@@ -144,10 +144,7 @@ def flags_of_shape(name: str) -> list[str]:
 
 
 def gemm_flops(device: torch.device, precision: str, seconds: float = 1.0) -> float:
-    """Measure the FLOP/s of a matrix product, an upper limit for training: 2048^3, on a GPU 8192^3.
-
-    For fp8 it is measured in bf16.
-    """
+    """Measure the FLOP/s of a matrix product, an upper limit for training: 2048^3, on a GPU 8192^3."""
     n = 8192 if device.type == "cuda" else 2048
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, as in training
@@ -172,13 +169,11 @@ def main() -> None:
     parser.add_argument("--micro_steps", type=int, help="in a step (default: by --shape)")
     parser.add_argument("--eager", action="store_true", help="do not compile either side")
     parser.add_argument(
-        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32", "fp8", "default"),
+        "--precision", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32", "default"),
         help="default: bf16 fp32; the word default leaves precision and compilation to each side",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=3, help="steps timed in each round")
     args, further = parser.parse_known_args()
-    if args.nanogpt and "fp8" in args.precision:
-        parser.error("--precision fp8: nanoGPT has none; expected no --nanogpt")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, vocab_size = flags_of_shape(args.shape), SHAPES[args.shape][-1]
     batch = BATCHES[args.shape, device.type]

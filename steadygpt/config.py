@@ -124,9 +124,9 @@ class TrainConfig(GPTConfig):
     run_name: str = _run("", "name of the run in TensorBoard and W&B (default: the start time)", on_resume="place")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
-    precision: str = _run("auto", "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32; "
-                          "fp8: block matmuls via torchao; alias: --mixed_precision no, fp16 or bf16",
-                          choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",),
+    precision: str = _run("auto", "auto: bf16 if the device has instructions for it, else fp16 on a GPU, fp32 on a "
+                          "CPU; alias: --mixed_precision no, fp16 or bf16",
+                          choices=("auto", "fp32", "bf16", "fp16"), aliases=("mixed_precision",),
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "compile the model with torch.compile; auto: on CUDA only",
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
@@ -215,8 +215,7 @@ class TrainConfig(GPTConfig):
     sharding: str = _ranks("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded across ranks",
                            choices=("ddp", "fsdp"))
     shard_size: int = _ranks(0, "with fsdp, ranks in a group, which shards a full copy; 0 = all ranks")
-    timeout_minutes: float = _ranks(30.0, "end the run if a rank hangs this long", at_least=0.01, on_resume="launch")
-    cpu_offload: bool = _ranks(False, "with fsdp, keep parameters and optimizer in host memory")
+    timeout_minutes: float = _ranks(10.0, "end the run if a rank hangs this long", at_least=0.01, on_resume="launch")
     activation_checkpointing: bool = _ranks(False, "recompute blocks in the backward pass: less memory, slower")
     loss_chunk_size: int = _ranks(0, "tokens per chunk of logits, to save memory with long contexts; 0 = all at once")
     # fmt: on
@@ -250,12 +249,9 @@ class TrainConfig(GPTConfig):
                 "--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1",
             ),
             (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
-            (self.cpu_offload and not is_fsdp, "--cpu_offload needs --sharding fsdp"),
             (self.shard_size and not is_fsdp, "--shard_size needs --sharding fsdp"),
             # FSDP sums gradients in an order of its own.
             (self.deterministic and is_fsdp, "--deterministic needs --sharding ddp"),
-            # Gradients of weights are sums over the tokens of a micro-step, 16 at a time.
-            (self.precision == "fp8" and self.context_length % 16, "--precision fp8 needs --context_length 16 * N"),
         ):
             if is_wrong:
                 raise UserError(problem)

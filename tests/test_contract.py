@@ -103,7 +103,7 @@ def compare_shards() -> None:
             whole = small(**shape | {"dropout": 0.0})
             with torch.device("meta"):
                 model = GPT(whole.config, initialize=False)
-            shard(model, model.h, ranks, 2, "fp32", cpu_offload=False)
+            shard(model, model.h, ranks, 2, "fp32")
             model.fill_rotary(ranks.device)
             fill(model, whole.state_dict().__getitem__, ranks)
             found, expected = gradients(model), gradients(whole)

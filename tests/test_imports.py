@@ -69,7 +69,7 @@ import importlib, sys, train
 assert not {others!r} & set(sys.modules), {others!r} & set(sys.modules)
 for name in {sorted(FILES)!r}: importlib.import_module(name)
 import torch
-heavy = {{"torch._dynamo", "tensorboard", "wandb", "datasets", "transformers", "pyarrow", "fsspec", "torchao"}}
+heavy = {{"torch._dynamo", "tensorboard", "wandb", "datasets", "transformers", "pyarrow", "fsspec"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
 """
@@ -80,7 +80,6 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
 def test_set_up_installs_what_the_commands_import():
     """README shows them right after ./setup.sh. Other packages belong to an option whose error names them."""
     of_an_option = {
-        "torchao",
         "s3fs",
         "gcsfs",
         "wandb",

@@ -69,13 +69,10 @@ def test_muon_has_a_learning_rate_of_its_own(workdir):
     assert not torch.allclose(before["wte.weight"], after["wte.weight"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp16", []), ("fp8", []), ("fp8", MODERN)])
-def test_reduced_precision_stays_close_to_fp32(workdir, capsys, precision, recipe):
-    if precision == "fp8":
-        pytest.importorskip("torchao")
+@pytest.mark.parametrize(("precision", "recipe"), [("bf16", []), ("fp16", []), ("bf16", MODERN)])
+def test_reduced_precision_stays_close_to_fp32(workdir, precision, recipe):
     assert run_here(*recipe, *folders("a")) == 0
     assert run_here(*recipe, "--precision", precision, *folders("b")) == 0
-    assert ("fp8, emulated slowly" in capsys.readouterr().out) == (precision == "fp8")
     one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
     assert one != other
     assert other == pytest.approx(one, abs=0.05)

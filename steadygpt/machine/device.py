@@ -1,12 +1,10 @@
 """Devices: choice, precision, peak throughput, memory, threads, profiler."""
 
 import ctypes
-import math
 import os
 import platform
 import resource
 import sys
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,11 +14,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steadygpt.base.options import RankError, UserError
-from steadygpt.base.text import counted, labelled
+from steadygpt.base.text import counted
 from steadygpt.machine.host import DEVICES, available_memory_bytes, has_gpu, usable_cores
 
-MIN_SPEEDUP = 1.2  # of bf16 on a CPU: casts take a part of what products gain, and fp32 rounds less
-PRODUCT_FLOP, PRODUCTS_S = 2e9, 0.15  # at most of a measured product; of all of them
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}  # flags of x86 processors in /proc/cpuinfo
 # Peak dense FLOP/s in bf16 (fp16 on a T4) by device_name(), the whole name of the GPU.
 # Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
 PEAK_FLOPS = {
@@ -34,7 +31,7 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # dtype of products by precision
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # dtype of products by precision
 
 
 def choose_device(name: str) -> torch.device:
@@ -70,83 +67,23 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({counted(threads, 'thread')})" if device.type == "cpu" else device.type
 
 
-def native_precision(device: torch.device) -> str:
-    """Return fp32, bf16 or fp16: the lowest precision that the device has instructions for, fp8 aside."""
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """Resolve "auto": bf16 if the device has instructions for it, else fp16 on a GPU and fp32 elsewhere."""
+    if wanted != "auto":
+        return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     cpu_flags = Path("/proc/cpuinfo")
-    if device.type == "cpu" and cpu_flags.exists() and "avx512_bf16" in cpu_flags.read_text():
+    if device.type == "cpu" and cpu_flags.exists() and BF16_INSTRUCTIONS & {*cpu_flags.read_text().split()}:
         return "bf16"
     return "fp32"
 
 
-def choose_precision(wanted: str, device: torch.device, tokens: int, width: int, hidden: int) -> tuple[str, str]:
-    """Resolve "auto": on a GPU to bf16 or fp16, on a CPU to bf16 if it multiplies MIN_SPEEDUP times as fast as fp32.
-
-    The instructions of a CPU do not tell its speed: without AMX, bf16 may be slower than fp32.
-
-    Args:
-        tokens: in a forward pass.
-        width, hidden: of the model's residual stream and of its MLP.
-
-    Returns: the precision; and a line with both rates if they were measured, else "".
-    """
-    native = native_precision(device)
-    if wanted != "auto" or device.type != "cpu" or native == "fp32":
-        return (native if wanted == "auto" else wanted), ""
-    rows = min(tokens, 1024)
-    hidden = min(hidden, max(1, round(PRODUCT_FLOP / (2 * rows * width))))
-    fp32, bf16 = product_rates(rows, width, hidden)
-    chosen = "bf16" if bf16 >= MIN_SPEEDUP * fp32 else "fp32"
-    return chosen, labelled(
-        "precision",
-        f"{chosen}, chosen by --precision auto: {fp32 / 1e9:,.0f} GFLOP/s in fp32 and {bf16 / 1e9:,.0f} in bf16, in a "
-        f"test matmul of {rows:,} x {width:,} x {hidden:,}",
-    )
-
-
-def product_rates(rows: int, width: int, hidden: int) -> tuple[float, float]:
-    """Measure the FLOP/s of a linear layer on the CPU in fp32 and bf16, in turn; the best of several products each."""
-    sides = [
-        (torch.ones(rows, width, dtype=dtype), torch.ones(hidden, width, dtype=dtype))
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    best_s, start_s = [math.inf, math.inf], time.perf_counter()
-    rounds = 0
-    while rounds < 2 or time.perf_counter() - start_s < PRODUCTS_S:
-        for side, (x, weight) in enumerate(sides):
-            before_s = time.perf_counter()
-            nn.functional.linear(x, weight)
-            best_s[side] = min(best_s[side], time.perf_counter() - before_s)
-        rounds += 1
-    fp32, bf16 = (2 * rows * width * hidden / seconds for seconds in best_s)
-    return fp32, bf16
-
-
 def autocast(device: torch.device, precision: str):
-    """Compute in bf16 or fp16 inside; weights stay fp32. With fp8 all but the fp8 products is computed in bf16."""
-    return torch.autocast(device.type, dtype=AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
-
-
-def use_fp8(blocks: nn.Module, device: torch.device) -> None:
-    """Let the blocks' linear layers multiply in fp8 with one scale per tensor; their weights stay fp32.
-
-    On a CPU the rounding is emulated, which is slow and only good for trying it.
-    """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        raise UserError("--precision fp8 needs torchao; pip install torchao==0.18.0") from None
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--precision fp8: {torch.cuda.get_device_name(device)} has no fp8 units; use bf16 or fp16")
-    for linear in blocks.modules():
-        if isinstance(linear, nn.Linear) and any(size % 16 for size in linear.weight.shape):
-            rows, columns = linear.weight.shape
-            raise UserError(
-                f"--precision fp8: a matrix of the blocks is {rows} x {columns}; expected multiples of 16. "
-                "Change --embd_size or --intermediate_size, or use bf16"
-            )
-    convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=device.type != "cuda"))
+    """Compute in bf16 or fp16 inside; weights stay fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=AUTOCAST[precision])
 
 
 def be_deterministic(device: torch.device, threads: int, compiles: bool) -> None:

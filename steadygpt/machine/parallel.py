@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from steadygpt.machine.device import use_all_cores
 from steadygpt.machine.ranks import Ranks
 
 
@@ -35,9 +34,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor that FSDP shards over the ranks, also from host memory; return any other as it is."""
+    """Gather a tensor that FSDP shards over the ranks; return any other as it is."""
     sharded: Any = tensor
-    return sharded.to(sharded.device_mesh.device_type).full_tensor() if is_sharded(tensor) else tensor
+    return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
 def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,14 +49,11 @@ def own_part(sharded: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, 
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(sharded, DTensor)
-    own = sharded.to_local()
     part = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    return own, part.to_local().to(own.device)
+    return sharded.to_local(), part.to_local()
 
 
-def shard(
-    model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: int, precision: str, cpu_offload: bool
-) -> None:
+def shard(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: int, precision: str) -> None:
     """Shard parameters, gradients and optimizer state over the ranks, block by block, in place (FSDP2).
 
     Args:
@@ -66,22 +62,18 @@ def shard(
         precision: with bf16, the blocks' parameters are gathered in bf16; gradients are summed in fp32.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    cuda = ranks.device.type == "cuda"
     if not dist.is_initialized():  # FSDP needs a process group also for one process
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if cpu_offload:
-        use_all_cores()  # for the optimizer
     shape = (shards,) if shards == ranks.world_size else (ranks.world_size // shards, shards)
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    offload = CPUOffloadPolicy(pin_memory=cuda) if cpu_offload else OffloadPolicy()
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*blocks, model):
         policy = half if precision == "bf16" and module is not model else MixedPrecisionPolicy()
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    model.to_empty(device="cpu" if cpu_offload else ranks.device)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=ranks.device)
 
 
 def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:

@@ -261,7 +261,7 @@ def launched_as() -> tuple[int, int]:
 
 
 @contextmanager
-def joined(device_name: str, timeout_minutes: float = 30):
+def joined(device_name: str, timeout_minutes: float = 10):
     """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
 
     CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.

@@ -134,16 +134,15 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
     N, in_blocks = sum(map(torch.numel, model.parameters())), sum(map(torch.numel, model.h.parameters()))
     memory, saved = dict[str, float](), checkpoint_bytes(model, config.optimizer)
     host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")}
-    (host if config.cpu_offload else memory)[STATIC] = (saved + 4 * N) / shards
+    memory[STATIC] = (saved + 4 * N) / shards
     if config.deterministic:  # of subtrees; and what the processes exchange
         subtrees = max(1, config.virtual_ranks() // world_size).bit_length() - 1
         memory[SUMS] = 4 * N * (subtrees + (world_size > 1))
     if config.sharding == "fsdp":  # root parameters stay gathered; two blocks at a time (current, prefetched)
         each = 2 if config.precision == "bf16" else 4
         memory["gathered weights"] = 4 * (N - in_blocks) + each * 2 * in_blocks / config.num_layers
-        if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards, perhaps elsewhere
-            elsewhere = config.cpu_offload and device.type != "cpu"
-            memory["unsharded gradients"] = 4 * N - (0 if elsewhere else 4 * N / shards)
+        if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards
+            memory["unsharded gradients"] = 4 * N - 4 * N / shards
     memory["activations"], memory["logits and temporary tensors"] = micro_step_bytes(config, model.config, device)
     return memory, host
 

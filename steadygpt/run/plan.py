@@ -66,8 +66,9 @@ class Plan:
         T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
         memory, host = estimate_memory(config, sketch, ranks)
         checkpoint, epochs, interval_s = checkpoint_bytes(sketch, config.optimizer), 0.0, 60 * config.checkpoint_minutes
-        emulated = ", emulated slowly" * (config.precision == "fp8" and ranks.device.type != "cuda")
-        sharding = f", {config.sharding}" * (world_size > 1 or config.sharding == "fsdp")
+        sharding = ""
+        if world_size > 1 or config.sharding == "fsdp":
+            sharding = f", {config.sharding}"
         dtype = AUTOCAST.get(config.precision, torch.float32)
         kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
         rows = self.last_row()
@@ -89,7 +90,7 @@ class Plan:
              f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
             ("tokens", f"{tokens:,}, {tokens / sketch.num_parameters():,.1f} per parameter; about "
              f"{TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"),
-            ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{emulated}{sharding}"
+            ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{sharding}"
              f"{f', attention by {kernel}' * bool(kernel)}"),
             ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
             ("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
@@ -202,12 +203,10 @@ def _settle_on_main(
         notes.append(labelled("threads", f"{threads} -> {used}, as before: --deterministic needs the same number"))
     config = config if "total_batch_size" in decided else config.with_tokens_of_step(world_size)
     config = config.with_even_rows(1 if config.deterministic else world_size)
-    sizes = (config.mini_batch_size or 1) * config.context_length, config.embd_size, sketch.config.mlp_size
-    precision, of_precision = choose_precision(config.precision, ranks.device, *sizes)
-    config = replace(config, precision=precision)
+    config = replace(config, precision=choose_precision(config.precision, ranks.device))
     set_up(config, ranks.device, torch.get_num_threads())
     config, of_memory = with_fitting_rows(config, sketch, memory, ranks)
-    notes += [of_precision, of_memory]
+    notes.append(of_memory)
     if config.deterministic:
         notes.append(note_of_processes(config, before, ranks))
     if asked.mini_batch_size not in (0, config.mini_batch_size):
@@ -280,13 +279,9 @@ def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
     Args:
         threads: of a CPU; with --deterministic all ranks and starts need the same number.
     """
-    precision = config.precision
     if config.compiles(device.type):
         check_compiler(device.type)
-    if config.cpu_offload and precision == "fp16" and device.type == "cuda":
-        # GradScaler copies the scale to the host without waiting, and reads it there at once (torch 2.13).
-        raise UserError("--cpu_offload: PyTorch cannot scale fp16 gradients in host memory; try --precision fp32")
-    if device.type == "cuda" and precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
+    if device.type == "cuda" and config.precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
         be_deterministic(device, threads, config.compiles(device.type))

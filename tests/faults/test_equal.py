@@ -144,7 +144,6 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
         of=[end(), end(*TO_8), end(*TO_12)]),
     row("one source with a weight", (), end("--mix", "a:3"), of=[end("--data_dir", "a")]),
     row("fsdp on one process", GPT2, end(*FSDP)),
-    row("fsdp with offload on one process", GPT2, end(*FSDP, "--cpu_offload")),
     row("4 ranks, 2 and 1", (*FOUR, "--checkpoint_freq", "2"), kill(3, saved=2, ranks=4), stop(6, ranks=2), end()),
     row("three micro-batches on each of 4 ranks, modern", TWELVE, end(ranks=4)),
     row("bf16 on 2 ranks and 4", (*FOUR, "--precision", "bf16"), stop(3, ranks=2), end(ranks=4), storm=True),
@@ -176,9 +175,8 @@ EVALUATED = ("--eval_freq", "4", "--eval_tokens", "112")
 LONG_CONTEXT = (*EVALUATED, "--rotary_pct", "0.5", "--parallel_residual", "--tied_head", "off")  # as in small_32k.toml
 LESS_MEMORY = ("--activation_checkpointing", "--loss_chunk_size", "12")
 ONE_LAYER = (*LESS_MEMORY, *"--num_layers 1 --rotary_pct 0.5 --max_steps 30 --total_batch_size 128".split())
-OFFLOAD = (*FSDP, "--cpu_offload")
-HYBRID = (*FSDP, "--cpu_offload", "off", "--mini_batch_size", "1", "--shard_size", "2")  # 2 copies on 2 ranks each
-NO_FSDP = ("--sharding", "ddp", "--cpu_offload", "off", "--shard_size", "0")
+HYBRID = (*FSDP, "--mini_batch_size", "1", "--shard_size", "2")  # 2 copies on 2 ranks each
+NO_FSDP = ("--sharding", "ddp", "--shard_size", "0")
 
 
 def compile_with(backend: str, rank: int) -> None:
@@ -194,10 +192,10 @@ def compiled(backend: str) -> list[Start]:
 
 @pytest.mark.parametrize(("recipe", "starts", "of"), [
     row("2 ranks and 1", EVALUATED, stop(4, ranks=2), end()),
-    row("fsdp with offload, hybrid, 1 rank", EVALUATED,
-        stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP), storm=True),
-    row("modern, fsdp with offload, hybrid, 1 rank", (*EVALUATED, *MODERN),
-        stop(3, *OFFLOAD, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP)),
+    row("fsdp, hybrid, 1 rank", EVALUATED,
+        stop(3, *FSDP, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP), storm=True),
+    row("modern, fsdp, hybrid, 1 rank", (*EVALUATED, *MODERN),
+        stop(3, *FSDP, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP)),
     row("modern, 3 ranks", (*EVALUATED, *MODERN, *"--total_batch_size 96 --deterministic off".split()), end(ranks=3)),
     row("long context, ddp and fsdp", LONG_CONTEXT,
         stop(4, *LESS_MEMORY, ranks=2), end(*LESS_MEMORY, *FSDP, ranks=2)),

@@ -178,20 +178,13 @@ def test_what_a_machine_lacks_is_said_once_and_ends_the_loop(network):
         assert "rank 1 on m2: no train shards in data" in refusal_of(machine)
 
 
-def test_a_second_agent_on_a_machine_and_a_network_that_loses_large_packets_are_refused(network):
+def test_a_second_agent_on_a_machine_is_refused(network):
     one, other = network.start("m1", nnodes="2"), network.start("m1", nnodes="2")
     deadline = time.monotonic() + 60
     while not (refused := [of for of in (one, other) if "this machine has an agent already" in of.text()]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "this machine has an agent already" in refusal_of(*refused)
-    for machine in (one, other):
-        machine.kill()
-    for name in ("m1", "m2"):  # the bridge between them has 1,500
-        ip("-n", name, "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1")
-    both = [network.start(name, nnodes="2") for name in ("m1", "m2")]
-    for machine in both:
-        assert "can be reached, but 64 kB do not arrive" in refusal_of(machine)
 
 
 def test_another_program_or_other_shards_on_one_machine_are_refused(network):
@@ -239,12 +232,13 @@ def test_a_link_that_is_cut_for_seconds_changes_nothing(network):
     assert_ends_as_if_uninterrupted(both)
 
 
-def test_a_link_that_is_cut_for_good_is_known_to_both_sides(network):
-    both = [network.start(name, nnodes="2", folder="m1") for name in ("m1", "m2")]
+def test_a_link_that_is_cut_for_good_ends_both_sides_within_timeout_minutes(network):
+    flags = "--timeout_minutes", "0.5"
+    both = [network.start(name, *flags, nnodes="2", folder="m1") for name in ("m1", "m2")]
     wait_for_step(network.folder / "m1", 10)
     network.link("m2", "down")
     for machine in both:
-        machine.wait_for("lost another rank", 120)  # the kernel's own limit is 15 minutes
+        machine.wait_for("lost another rank", 90)  # the kernel's own limit is 15 minutes
     network.link("m2", "up")
     assert_ends_as_if_uninterrupted(both)
     for machine in both:

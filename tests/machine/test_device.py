@@ -19,7 +19,7 @@ from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
 from steadygpt.machine import device, host
 from steadygpt.machine.attention import kernel_name
-from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes, product_rates, use_fp8
+from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.plan import set_up
 
@@ -33,42 +33,26 @@ def cpu(tmp_path, monkeypatch):
     return lambda flags: (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
 
 
-@pytest.mark.parametrize(("gflops", "chosen"), [(285, "fp32"), (286, "bf16")])
-def test_cpu_uses_bf16_if_its_products_are_a_fifth_faster(gflops, chosen, cpu, monkeypatch):
-    cpu("fma avx512_bf16")
-    monkeypatch.setattr(device, "product_rates", lambda *_: (238e9, gflops * 1e9))
-    precision, line = choose_precision("auto", torch.device("cpu"), *SIZES)
-    assert precision == chosen
-    assert line == (
-        f"precision    {chosen}, chosen by --precision auto: 238 GFLOP/s in fp32 and {gflops} in bf16, in a test "
-        "matmul of 16 x 64 x 256"
-    )
-    measured = []
-    monkeypatch.setattr(device, "product_rates", lambda *shape: measured.append(shape) or (1e9, 1e9))
-    for width, tokens in ((768, 65536), (2048, 8192)):  # products of the model's width and a bounded size
-        choose_precision("auto", torch.device("cpu"), tokens, width, 4 * width)
-    assert measured == [(1024, 768, 1272), (1024, 2048, 477)]
+@pytest.mark.parametrize(("flags", "kind", "chosen"), [
+    (None, "cpu", "fp32"),  # not Linux
+    ("fma avx512f avx512_vnni", "cpu", "fp32"),
+    ("fma avx512_bf16", "cpu", "bf16"),
+    ("amx_bf16 amx_tile", "cpu", "bf16"),
+    ("fma avx512_bf16_emulated", "cpu", "fp32"),  # a whole word
+    ("avx512_bf16", "mps", "fp32"),
+])  # fmt: skip
+def test_precision_follows_from_the_flags_of_the_processor(flags, kind, chosen, cpu):
+    if flags:
+        cpu(flags)
+    assert choose_precision("auto", torch.device(kind)) == chosen
+    for wanted in ("fp32", "bf16", "fp16"):
+        assert choose_precision(wanted, torch.device(kind)) == wanted
 
 
-def test_only_a_cpu_with_bf16_instructions_is_measured(cpu, monkeypatch):
-    monkeypatch.delattr(device, "product_rates")
-    for flags, wanted, kind, chosen in (
-        (None, "auto", "cpu", "fp32"), ("fma avx512f", "auto", "cpu", "fp32"), ("avx512_bf16", "fp16", "cpu", "fp16"),
-        ("avx512_bf16", "auto", "mps", "fp32"),
-    ):  # fmt: skip
-        if flags:
-            cpu(flags)
-        assert choose_precision(wanted, torch.device(kind), *SIZES) == (chosen, "")
-    for bf16_units, chosen in ((True, "bf16"), (False, "fp16")):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=bf16_units: found)
-        assert choose_precision("auto", torch.device("cuda"), *SIZES) == (chosen, "")
-
-
-def test_rates_are_those_of_the_best_of_several_products(monkeypatch):
-    # In turn: fp32 5 s, bf16 4 s, then fp32 2 s, bf16 8 s. The calls between two products look at the time left.
-    times = [0.0, 0.0, 5.0, 0.0, 4.0, 0.0, 2.0, 0.0, 8.0, 100.0]
-    monkeypatch.setattr(device.time, "perf_counter", lambda: times.pop(0))
-    assert product_rates(10, 20, 30) == (2 * 10 * 20 * 30 / 2.0, 2 * 10 * 20 * 30 / 4.0)  # of real products
+@pytest.mark.parametrize(("has_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
+def test_precision_of_a_gpu_follows_from_its_units(has_bf16, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert choose_precision("auto", torch.device("cuda")) == chosen
 
 
 @pytest.mark.parametrize(("name", "tflops"), [("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA RTX A1000", None)])
@@ -85,7 +69,7 @@ def test_process_age_includes_the_time_before_imports():
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [
-    ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8", torch.bfloat16),
+    ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16),
 ])  # fmt: skip
 def test_autocast_computes_in_the_precision_and_keeps_weights_fp32(precision, dtype):
     linear = torch.nn.Linear(4, 4)
@@ -128,13 +112,6 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_fp16_with_weights_in_host_memory_is_refused():
-    config = TrainConfig(precision="fp16", compile="off", sharding="fsdp", cpu_offload=True)
-    with pytest.raises(UserError, match=r"--cpu_offload: .* try --precision fp32"):
-        set_up(config, torch.device("cuda"), 1)
-    set_up(config, torch.device("cpu"), 1)
 
 
 def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):
@@ -218,23 +195,6 @@ def test_more_processes_than_gpus_are_reported_once(monkeypatch):
         with pytest.raises(UserError, match="start torchrun with --nproc_per_node=2") as raised:
             device.choose_device("auto")
         assert type(raised.value) is kind
-
-
-def test_fp8_is_refused_for_widths_that_its_units_cannot_multiply():
-    pytest.importorskip("torchao")
-    with pytest.raises(UserError, match="a matrix of the blocks is 24 x 16; expected multiples of 16"):
-        use_fp8(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(16, 24)), torch.device("cpu"))
-
-
-def test_fp8_is_refused_for_numbers_of_tokens_that_its_units_cannot_multiply():
-    """On a CPU the products are emulated, which hides that they sum over tokens in the backward pass."""
-    gradient, x = (torch.empty(1000, 16, device="meta", dtype=torch.float8_e4m3fn) for _ in range(2))
-    scale = torch.ones((), device="meta")
-    with pytest.raises(RuntimeError, match="divisible by 16"):  # the gradient of a weight
-        torch._scaled_mm(gradient.t().contiguous(), x.t().contiguous().t(), scale, scale)
-    TrainConfig(precision="fp8", context_length=208).check_together()
-    with pytest.raises(UserError, match=r"--precision fp8 needs --context_length 16 \* N"):
-        TrainConfig(precision="fp8", context_length=200).check_together()
 
 
 def test_segments_of_gpu_memory_may_grow_unless_the_user_decides(monkeypatch):

@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, use_fp8
+from steadygpt.machine.device import autocast
 from steadygpt.machine.ranks import Ranks
 
 SHAPE = GPTConfig(vocab_size=257, context_length=32, num_layers=2, num_heads=2, embd_size=128)
@@ -94,20 +94,11 @@ def test_model_in_fp32_has_the_logits_and_gradients_of_fp64_on_the_cpu(device, f
 
 
 @pytest.mark.parametrize("family", [{}, NANOCHAT], ids=["gpt2", "nanochat"])
-@pytest.mark.parametrize(
-    ("precision", "least", "most"), [("bf16", 1e-4, 3e-2), ("fp16", 1e-5, 4e-3), ("fp8", 1e-3, 0.2)]
-)
+@pytest.mark.parametrize(("precision", "least", "most"), [("bf16", 1e-4, 3e-2), ("fp16", 1e-5, 4e-3)])
 def test_model_in_reduced_precision_stays_close_to_fp32(device, family, precision, least, most):
     reference = build(device, **family)
     expected = gradients(reference, device)
     model = build(device, **family)
-    if precision == "fp8":
-        if device.type == "cpu":
-            pytest.skip("fp8 is emulated slowly on a CPU; tests/test_train.py does it")
-        pytest.importorskip("torchao", reason="torchao is not installed")
-        if torch.cuda.get_device_capability(device) < (8, 9):
-            pytest.skip("this GPU has no fp8")
-        use_fp8(model.h, device)
     with autocast(device, precision):
         found = gradients(model, device)
     assert least < error(torch.cat([g.flatten() for g in found]), torch.cat([g.flatten() for g in expected])) < most

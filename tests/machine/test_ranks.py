@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -19,19 +18,18 @@ from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
-from steadygpt.machine.host import process_age_s, usable_cores
-from steadygpt.machine.links import watch_links
+from steadygpt.machine.host import process_age_s
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as
 
 SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
 
 
-def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool = False, offload: bool = False) -> GPT:
+def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool = False) -> GPT:
     """Return SMALL with the initial weights of seed 0."""
     with torch.device("meta"):
         model = GPT(SMALL, recompute, initialize=False)
-    shard(model, model.h, ranks, shards, precision, offload)
+    shard(model, model.h, ranks, shards, precision)
     torch.manual_seed(0)
     fill(model, model.initial_weight, ranks)
     model.fill_rotary(ranks.device)
@@ -130,8 +128,8 @@ def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
 # FSDP
 
 
-def begin_with_the_weights_of_a_whole_model(shards: int, offload: bool, ranks: Ranks) -> None:
-    model = sharded(ranks, shards, offload=offload)
+def begin_with_the_weights_of_a_whole_model(shards: int, ranks: Ranks) -> None:
+    model = sharded(ranks, shards)
     assert len(model.h[0].mlp.c_fc.weight.to_local()) <= math.ceil(64 / shards)
     content = HostCopy(ranks).copy(model, torch.optim.SGD(model.parameters()))
     expected = whole().state_dict()
@@ -140,11 +138,9 @@ def begin_with_the_weights_of_a_whole_model(shards: int, offload: bool, ranks: R
         assert all(torch.equal(tensor, expected[name]) for name, tensor in content["model"].items())
 
 
-@pytest.mark.parametrize(
-    ("processes", "shards", "offload"), [(2, 2, False), (2, 2, True), (4, 2, False), (3, 3, False)]
-)
-def test_a_sharded_model_begins_with_the_weights_of_a_whole_one(processes, shards, offload):
-    in_ranks(processes, check_on_rank, partial(begin_with_the_weights_of_a_whole_model, shards, offload))
+@pytest.mark.parametrize(("processes", "shards"), [(2, 2), (4, 2), (3, 3)])
+def test_a_sharded_model_begins_with_the_weights_of_a_whole_one(processes, shards):
+    in_ranks(processes, check_on_rank, partial(begin_with_the_weights_of_a_whole_model, shards))
 
 
 def blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32(ranks: Ranks) -> None:
@@ -171,17 +167,9 @@ def close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16(ranks: Ranks) -
     assert abs(found - score(whole(), [close] * 3, ranks)).max() < 1e-2
 
 
-def an_offloaded_optimizer_uses_all_cores(ranks: Ranks) -> None:
-    del os.environ["OMP_NUM_THREADS"]
-    torch.set_num_threads(1)  # torchrun's default
-    sharded(ranks, 2, offload=True)
-    assert torch.get_num_threads() == usable_cores()
-
-
 @pytest.mark.parametrize("behaviour", [
     ranks_stop_by_the_check_after_the_next, blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32,
     close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16,
-    an_offloaded_optimizer_uses_all_cores,
 ], ids=lambda function: function.__name__)  # fmt: skip
 def test_on_two_ranks(behaviour):
     in_ranks(2, check_on_rank, behaviour)
@@ -211,19 +199,6 @@ def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, envi
         with pytest.raises(RankError, match=expected) as raised:
             launched_as()
         assert "\n" not in str(raised.value)
-
-
-def watch_others() -> None:
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with joined("cpu") as ranks:
-        watch_links(ranks)
-        watching = [thread for thread in threading.enumerate() if "_watch" in thread.name]
-        assert len(watching) == (2 if ranks.is_main else 1)
-
-
-def test_rank_0_has_a_link_to_each_machine_also_if_all_have_one_address():
-    """What follows when one is lost: faults/test_machines.py."""
-    in_ranks(3, watch_others)
 
 
 def test_max_hours_count_from_the_start_of_the_process():

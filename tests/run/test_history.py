@@ -105,7 +105,7 @@ def test_launch_options_are_not_taken_from_the_checkpoint():
 
 @pytest.mark.parametrize(("before", "flags"), [
     (["--min_lr=1e-6"], ["--max_lr=5e-5", "--allow_changes"]),
-    (["--sharding=fsdp"], ["--cpu_offload"]),
+    (["--sharding=fsdp"], ["--shard_size=2"]),
 ])  # fmt: skip
 def test_flags_that_need_other_options_accept_them_from_the_checkpoint(before, flags):
     resumed(start(parse(*before)), *parse_args(["--resume", *flags]))
