@@ -62,69 +62,109 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return the plan in words, a line for each subject."""
-        config, data, schedule, sketch, ranks = self.config, self.data, self.schedule, self.sketch, self.ranks
-        T, world_size, micro_steps = config.context_length, ranks.world_size, config.grad_accum_steps(ranks.world_size)
-        memory, host = estimate_memory(config, sketch, ranks)
-        checkpoint, epochs, interval_s = checkpoint_bytes(sketch, config.optimizer), 0.0, 60 * config.checkpoint_minutes
-        sharding = ""
-        if world_size > 1 or config.sharding == "fsdp":
-            sharding = f", {config.sharding}"
-        dtype = AUTOCAST.get(config.precision, torch.float32)
-        kernel = kernel_name((1, config.num_heads, T, sketch.config.head_size), dtype, ranks.device, config.dropout)
-        rows = self.last_row()
-        tokens = rows * T
-        length = ""
-        if per_epoch := schedule.rows_per_epoch / config.rows_per_step:
-            epochs = schedule.epochs(rows)
-            length = f"; {epochs:{',.2f' if epochs >= 0.1 else '.1g'}} epochs "
-            length += f"(1 epoch = {per_epoch:,{'.0f' if per_epoch >= 10 else '.2f'}} steps)"
+        config = self.config
+        ranks = self.ranks
+        memory, host = estimate_memory(config, self.sketch, ranks)
+        versions = f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"
         lines = [
-            ("version", f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"),
-            ("model", f"{sketch.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
-             f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {T:,}, "
-             f"vocabulary {data.vocab_size:,} ({data.tokenizer})"),
+            labelled("version", versions),
+            labelled("model", self._model_text()),
             *self._data_lines(),
-            ("validation", self._validation_text()),
-            ("steps", f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
-             f"({counted(config.mini_batch_size, 'row')} x {T:,} tokens x {counted(world_size, 'rank')} x "
-             f"{counted(micro_steps, 'micro-step')}){length}; warm-up {counted(config.warmup_steps, 'step')}"),
-            ("tokens", f"{tokens:,}, {tokens / sketch.num_parameters():,.1f} per parameter; about "
-             f"{TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"),
-            ("device", f"{world_size} x {device_name(ranks.device)}, {config.precision}{sharding}"
-             f"{f', attention by {kernel}' * bool(kernel)}"),
-            ("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
-            ("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
-            ("checkpoints", self._checkpoints_text(checkpoint, math.ceil(epochs))),
-            ("mirror", config.mirror),
-            ("saves", f"{LATEST} every {duration_text(interval_s)} or less; writes up to "
-             f"{bytes_text(checkpoint * 86400 / interval_s)} a day" if interval_s else ""),
-        ]  # fmt: skip
-        return [*(labelled(label, text) for label, text in lines if text), *self.notes]
+        ]
+        if self.val_rows():
+            lines.append(labelled("validation", self._validation_text()))
+        lines += [
+            labelled("steps", self._steps_text()),
+            labelled("tokens", self._tokens_text()),
+            labelled("device", self._device_text()),
+            labelled("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
+            labelled("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
+            labelled("checkpoints", self._checkpoints_text()),
+        ]
+        if config.mirror:
+            lines.append(labelled("mirror", config.mirror))
+        if config.checkpoint_minutes:
+            lines.append(labelled("saves", self._saves_text()))
+        return [*lines, *self.notes]
+
+    def _model_text(self) -> str:
+        config = self.config
+        return (
+            f"{self.sketch.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
+            f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {config.context_length:,}, "
+            f"vocabulary {self.data.vocab_size:,} ({self.data.tokenizer})"
+        )
+
+    def _steps_text(self) -> str:
+        config = self.config
+        world_size = self.ranks.world_size
+        text = (
+            f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
+            f"({counted(config.mini_batch_size, 'row')} x {config.context_length:,} tokens x "
+            f"{counted(world_size, 'rank')} x {counted(config.grad_accum_steps(world_size), 'micro-step')})"
+        )
+        steps_per_epoch = self.schedule.rows_per_epoch / config.rows_per_step
+        if steps_per_epoch:
+            epochs = self.schedule.epochs(self.last_row())
+            epochs_text = f"{epochs:,.2f}" if epochs >= 0.1 else f"{epochs:.1g}"
+            steps_text = f"{steps_per_epoch:,.0f}" if steps_per_epoch >= 10 else f"{steps_per_epoch:,.2f}"
+            text += f"; {epochs_text} epochs (1 epoch = {steps_text} steps)"
+        return f"{text}; warm-up {counted(config.warmup_steps, 'step')}"
+
+    def _tokens_text(self) -> str:
+        tokens = self.last_row() * self.config.context_length
+        per_parameter = tokens / self.sketch.num_parameters()
+        optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
+        return f"{tokens:,}, {per_parameter:,.1f} per parameter; {optimal}"
+
+    def _device_text(self) -> str:
+        config = self.config
+        ranks = self.ranks
+        text = f"{ranks.world_size} x {device_name(ranks.device)}, {config.precision}"
+        if ranks.world_size > 1 or config.sharding == "fsdp":
+            text += f", {config.sharding}"
+        shape = (1, config.num_heads, config.context_length, self.sketch.config.head_size)
+        dtype = AUTOCAST.get(config.precision, torch.float32)
+        kernel = kernel_name(shape, dtype, ranks.device, config.dropout)
+        if kernel:
+            text += f", attention by {kernel}"
+        return text
+
+    def _saves_text(self) -> str:
+        """Return how often latest.pt is saved, and the bytes that this writes."""
+        interval_s = 60 * self.config.checkpoint_minutes
+        bytes_a_day = checkpoint_bytes(self.sketch, self.config.optimizer) * 86400 / interval_s
+        return f"{LATEST} every {duration_text(interval_s)} or less; writes up to {bytes_text(bytes_a_day)} a day"
 
     def last_row(self) -> int:
         """Return the rows that the run will have consumed at its last step."""
         steps = self.config.max_steps - self.history.step
         return self.history.rows_consumed + steps * self.config.rows_per_step
 
-    def _data_lines(self) -> list[tuple[str, str]]:
+    def _data_lines(self) -> list[str]:
         """Return a line for each source of the training data."""
-        config, data, lines = self.config, self.data, list[str]()
+        config = self.config
+        data = self.data
         if not data.sources:
             folders = " or ".join(folder for folder, _ in config.sources().values())
             text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
-            per_epoch = "" if self.history.config.max_steps else f" and {config.steps_per_epoch:,} steps per epoch"
-            return [("data", text + per_epoch)]
+            if not self.history.config.max_steps:
+                text += f" and {config.steps_per_epoch:,} steps per epoch"
+            return [labelled("data", text)]
         entry = self.starts[-1]
-        end = epochs_of_sources(data, self.starts, self.last_row())
+        epochs = epochs_of_sources(data, self.starts, self.last_row())
+        texts = []
         for shards, _, _ in data.sources:
-            count, name = counted(len(shards.shards), "shard"), shards.name
+            name = shards.name
+            count = counted(len(shards.shards), "shard")
             text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
-            if end:
+            if epochs:
                 share = entry["shares"][entry["sources"][name][1]] / BLOCK_ROWS
-                many = f" -- MORE THAN {MANY_EPOCHS}, of little benefit" * (end[name] > MANY_EPOCHS)
-                text = f"{name}, {share:.1%} of the rows: {text}; {end[name]:,.2f} epochs by the end{many}"
-            lines.append(text)
-        return [("data", text) for text in some(lines, "source")]
+                text = f"{name}, {share:.1%} of the rows: {text}; {epochs[name]:,.2f} epochs by the end"
+                if epochs[name] > MANY_EPOCHS:
+                    text += f" -- MORE THAN {MANY_EPOCHS}, of little benefit"
+            texts.append(text)
+        return [labelled("data", text) for text in some(texts, "source")]
 
     def val_rows(self) -> int:
         """Return the rows of a validation, over all of its sets; of data that is not there yet, eval_tokens."""
@@ -134,35 +174,51 @@ class Plan:
         return sum(validation_rows(self.config, val.rows, len(sets)) for val in sets)
 
     def _validation_text(self) -> str:
-        config, rows = self.config, self.val_rows()
+        config = self.config
+        rows = self.val_rows()
         total = sum(val.rows.rows_per_epoch for val in self.data.val_sets)
-        of_all = f" of {total * config.context_length:,}" * (rows < total)
-        text = f"{rows * config.context_length:,}{of_all} tokens"
-        if not rows or config.eval_freq > config.max_steps:
-            return f"{text} at the end" * bool(rows)
+        text = f"{rows * config.context_length:,}"
+        if rows < total:
+            text += f" of {total * config.context_length:,}"
+        text += " tokens"
+        if config.eval_freq > config.max_steps:
+            return f"{text} at the end"
         # A forward pass is a third of a step's work.
         cost = rows / (3 * config.eval_freq * config.rows_per_step)
-        advice = " -- MUCH; try a larger --eval_freq or a smaller --eval_tokens" * (cost > MUCH)
-        return f"{text} every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time{advice}"
+        text += f" every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time"
+        if cost > MUCH:
+            text += " -- MUCH; try a larger --eval_freq or a smaller --eval_tokens"
+        return text
 
-    def _checkpoints_text(self, size: int, epochs: int) -> str:
-        """Return the disk space of the checkpoints, each of `size` bytes, and the flag that lets them fit."""
-        config, folder = self.config, Path(self.config.checkpoint_dir)
+    def _checkpoints_text(self) -> str:
+        """Return the disk space of the checkpoints, and the flags that let them fit."""
+        config = self.config
+        folder = Path(config.checkpoint_dir)
+        size = checkpoint_bytes(self.sketch, config.optimizer)
+        # latest.pt, its backup, the best one, and the one that is being written.
+        files = config.keep_checkpoints + 4
+        if config.schedule == "wsd":
+            files += 1
+        if config.mirror:  # one stays until it is uploaded
+            files += 1
+        epochs = math.ceil(self.schedule.epochs(self.last_row()))
+        files += min(epochs, config.keep_epochs) if config.keep_epochs else epochs
         free = shutil.disk_usage(existing(folder)).free
-        # latest.pt, its backup, the best one, and the one that is being written; one stays until it is uploaded.
-        others = config.keep_checkpoints + 4 + (config.schedule == "wsd") + bool(config.mirror)
-        files = others + min(filter(None, (epochs, config.keep_epochs)), default=0)
         text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}; "
-        advice = " -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
-        return f"{text}{bytes_text(free)} free{advice * (files * size > free)}"
+        text += f"{bytes_text(free)} free"
+        if files * size > free:
+            text += " -- NOT ENOUGH; try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
+        return text
 
 
 def uses_text(memory: dict[str, float], where: str, available: int, instead: str) -> str:
     """Return the uses of memory, and what to try instead if there is less."""
     total = sum(memory.values())
-    parts = ", ".join(f"{what} {bytes_text(size)}" for what, size in memory.items() if size >= 0.005 * total)
-    advice = f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead} or a smaller model"
-    return f"about {bytes_text(total)} {where}: {parts}{advice * (available < total)}"
+    parts = [f"{use} {bytes_text(size)}" for use, size in memory.items() if size >= 0.005 * total]
+    text = f"about {bytes_text(total)} {where}: {', '.join(parts)}"
+    if available < total:
+        text += f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead} or a smaller model"
+    return text
 
 
 def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Start] = ()) -> Plan:
