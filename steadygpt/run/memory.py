@@ -155,12 +155,18 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
 
 def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
     """Return the needed and the available memory and the flags that save some, the cheapest first, for an error."""
-    memory, needed = memory_bytes(ranks.device), bytes_text(needed_bytes(config, model, ranks))
-    fewer = max((rows for rows in config.possible_rows(ranks.world_size) if rows < config.mini_batch_size), default=0)
-    savers = [f"--mini_batch_size {fewer}"] * bool(fewer)
-    savers += ["--activation_checkpointing"] * (not config.activation_checkpointing)
-    savers += [f"--loss_chunk_size {min(2048, config.context_length // 2)}"] * (not config.loss_chunk_size)
-    savers += ["--sharding fsdp"] * (config.sharding == "ddp" and not config.deterministic)
+    memory = memory_bytes(ranks.device)
+    needed = bytes_text(needed_bytes(config, model, ranks))
+    savers = []
+    fewer = [rows for rows in config.possible_rows(ranks.world_size) if rows < config.mini_batch_size]
+    if fewer:
+        savers.append(f"--mini_batch_size {fewer[-1]}")
+    if not config.activation_checkpointing:
+        savers.append("--activation_checkpointing")
+    if not config.loss_chunk_size:
+        savers.append(f"--loss_chunk_size {min(2048, config.context_length // 2)}")
+    if config.sharding == "ddp" and not config.deterministic:
+        savers.append("--sharding fsdp")
     return (
         f"{counted(config.mini_batch_size, 'row')} of {config.context_length:,} tokens: about {needed} (estimated); "
         f"the limit is {bytes_text(FITS[ranks.device.type] * memory)} of the {bytes_text(memory)} of "
@@ -176,9 +182,10 @@ def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        saved = Path(config.checkpoint_dir, LATEST).exists()
-        intact = f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest" * saved
-        raise RankError(f"out of memory on rank {ranks.rank}: {memory_advice(config, model, ranks)}{intact}") from error
+        advice = memory_advice(config, model, ranks)
+        if Path(config.checkpoint_dir, LATEST).exists():
+            advice += f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest"
+        raise RankError(f"out of memory on rank {ranks.rank}: {advice}") from error
 
 
 def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:

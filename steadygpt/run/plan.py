@@ -354,10 +354,31 @@ def validation_rows(config: TrainConfig, val: RowStream, sets: int = 1) -> int:
 
 def work_per_token(config: TrainConfig, model: GPT) -> tuple[float, float]:
     """Return the FLOPs of a token in training, in which recomputed parts count again, and in evaluation."""
-    everything, head = model.flops_per_token(), 6 * model.config.vocab_size * model.config.embd_size
-    chunked = 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length
-    recomputed = (everything - head) * config.activation_checkpointing + head * chunked
-    return everything + recomputed / 3, everything / 3  # a forward pass is a third of the work
+    everything = model.flops_per_token()
+    forward = everything / 3  # a forward pass is a third of the work
+    head = 6 * model.config.vocab_size * model.config.embd_size
+    training = everything
+    if config.activation_checkpointing:
+        training += (everything - head) / 3
+    if 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length:
+        training += head / 3
+    return training, forward
+
+
+def evaluated_tokens(plan: Plan) -> int:
+    """Return the tokens of all evaluations that are left, of which the last step has each one."""
+    config = plan.config
+    steps = config.max_steps - plan.history.step
+    tokens = 0
+    if config.eval_freq:
+        tokens += plan.val_rows() * config.context_length * math.ceil(steps / config.eval_freq)
+    if config.hellaswag_freq:
+        tokens += HELLASWAG_TOKENS * math.ceil(steps / config.hellaswag_freq)
+    if config.core_freq:
+        tasks = load_core(config.core_dir, config.core_examples or None)
+        characters = sum(task.num_characters for task in tasks)
+        tokens += characters // CHARACTERS_PER_TOKEN * math.ceil(steps / config.core_freq)
+    return tokens
 
 
 def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
@@ -366,28 +387,37 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     Args:
         step_s: measured seconds of a step.
     """
-    config, price, asked = plan.config, plan.config.gpu_hour_cost, plan.history.config.precision
-    steps, precision = config.max_steps - plan.history.step, config.precision
-    count, gpu = plan.ranks.world_size, device_name(plan.ranks.device)
-    tasks = load_core(config.core_dir, config.core_examples or None) if config.core_freq else []
-    kinds = [
-        (config.eval_freq, plan.val_rows() * config.context_length),
-        (config.hellaswag_freq, HELLASWAG_TOKENS),
-        (config.core_freq, sum(task.num_characters for task in tasks) // CHARACTERS_PER_TOKEN),
-    ]
-    evaluated = sum(size * math.ceil(steps / freq) for freq, size in kinds if freq)  # the last step too
-    trained = steps * config.total_batch_size
+    config = plan.config
+    steps = config.max_steps - plan.history.step
+    tokens = steps * config.total_batch_size
     in_training, in_evaluation = work_per_token(config, plan.sketch)
-    evaluation = evaluated * in_evaluation / (in_training * max(1, trained))
-    work, is_known = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation", gpu in PEAK_FLOPS
-    if step_s is None and not is_known:
-        count, gpu, precision = 1, WELL_KNOWN, "bf16" if asked == "auto" else asked
-    peak = count * PEAK_FLOPS.get(gpu, 0.0) * (0.5 if precision == "fp32" else 1.0)  # fp32 as TF32 (set_up)
-    speed = config.total_batch_size / step_s if step_s else SHARE_OF_PEAK * peak / in_training
-    seconds = trained / speed * (1 + evaluation)
-    time = f"{duration_text(seconds)}: {work}, at {speed:,.0f} tokens/s, measured here"
-    if step_s is None:
-        there = f"{'unknown here; ' * (not is_known)}on {count} x {gpu} {duration_text(seconds)}"
-        time = f"{there}, at {SHARE_OF_PEAK:.0%} of the peak in {precision}: {work}; run --dry_run measure"
-    cost = f"{count * seconds / 3600 * price:,.2f}: {count} x {seconds / 3600:,.1f} h at {price:,.2f} per hour"
-    return [labelled("time", time), *[labelled("cost", cost)] * bool(price)]
+    evaluation = evaluated_tokens(plan) * in_evaluation / (in_training * max(1, tokens))  # as a share of training
+    work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation"
+    count = plan.ranks.world_size
+    if step_s is not None:
+        speed = config.total_batch_size / step_s
+        seconds = tokens / speed * (1 + evaluation)
+        time = f"{duration_text(seconds)}: {work}, at {speed:,.0f} tokens/s, measured here"
+    else:
+        gpu = device_name(plan.ranks.device)
+        precision = config.precision
+        where = ""
+        if gpu not in PEAK_FLOPS:
+            asked = plan.history.config.precision
+            precision = "bf16" if asked == "auto" else asked
+            count = 1
+            gpu = WELL_KNOWN
+            where = "unknown here; "
+        peak = count * PEAK_FLOPS[gpu]
+        if precision == "fp32":
+            peak /= 2  # as TF32 (set_up)
+        seconds = tokens * in_training / (SHARE_OF_PEAK * peak) * (1 + evaluation)
+        where += f"on {count} x {gpu} {duration_text(seconds)}"
+        time = f"{where}, at {SHARE_OF_PEAK:.0%} of the peak in {precision}: {work}; run --dry_run measure"
+    lines = [labelled("time", time)]
+    price = config.gpu_hour_cost
+    if price:
+        hours = seconds / 3600
+        cost = f"{count * hours * price:,.2f}: {count} x {hours:,.1f} h at {price:,.2f} per hour"
+        lines.append(labelled("cost", cost))
+    return lines
