@@ -104,8 +104,7 @@ def extrapolate(narrow: dict[int, float], wide: dict[int, float], times: float) 
     """Return steps and predicted losses, from step -> loss of two runs.
 
     Args:
-        times: how far the larger model is from the wider one, in distances from the narrower to the wider one; each
-            is a distance in log size.
+        times: log size from the wider to the larger model, divided by that from the narrower to the wider one.
     """
     curve = []
     for step, loss in wide.items():

@@ -33,7 +33,6 @@ SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
     "growth": "--only seed validation ranks --ranks 16",
     "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
     "long_logs": "--lines 500 --files 3",
-    "predictions": "",  # the tables of recorded losses
     "optimizer_cost": "--layers 1 --width 12 --tokens 4096 --rounds 1",
     "prepare_speed": "--megabytes 10 --rounds 1",
     "prepare_workers": "--workers 2 --megabytes 200 --rounds 1",
