@@ -40,8 +40,8 @@ ABOUT = "Predict the loss of a run from two finished runs of narrower models."
 class PredictOptions:
     first_run: str = option(MISSING, "folder of a finished run", positional=True)
     second_run: str = option(MISSING, "folder of a finished run of another width", positional=True)
-    embd_size: int = option(0, "width of the larger model")
-    num_heads: int = option(0, "attention heads of the larger model")
+    embd_size: int | None = option(None, "width of the larger model")
+    num_heads: int | None = option(None, "attention heads of the larger model")
     num_kv_heads: int = option(0, "its heads of keys and values; 0 = num_heads")
     intermediate_size: int = option(0, "its MLP width, as in train.py; 0 = default")
     out: str = option("prediction.json", "file to write, for train.py --expect")
@@ -155,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(labelled("caution", f"beyond {MEASURED_RATIO} times the FLOPs, predictions were not compared with runs"))
 
     content = json.dumps(Prediction(compared(config), curve)._asdict(), indent=1).encode()
-    replace_file(Path(options.out), lambda file: file.write(content))
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(out, lambda file: file.write(content))
     print(f"\nnext: {train_command(wide.asked | width, options.out)}")
 
 

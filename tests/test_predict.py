@@ -60,16 +60,16 @@ def test_the_printed_command_trains_the_larger_run_inside_its_band(narrower, cap
 
 
 def test_the_prediction_of_a_much_larger_model_has_a_caution(narrower, capsys):
-    predict.main(["narrow", "wide", "--embd_size", "512", "--num_heads", "4", "--out", "large.json"])
+    predict.main(["narrow", "wide", "--embd_size", "512", "--num_heads", "4", "--out", "predictions/large.json"])
     assert "caution      beyond 4 times the FLOPs, " in capsys.readouterr().out
-    assert Path("large.json").exists()
+    assert Path("predictions/large.json").exists()
 
 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
         (["narrow"], "the following arguments are required: second_run; see --help"),
-        (["narrow", "wide"], "expected the --embd_size and the --num_heads of the larger model"),
+        (["narrow", "wide", "--embd_size", "32"], "expected the --embd_size and the --num_heads of the larger model"),
         (["narrow", "none", *LARGER], "no checkpoints in none"),
         (["narrow", "narrow", *LARGER], "the models are 8, 8 and 32 wide; expected two different ones, and "),
         (["narrow", "wide", "--embd_size", "16", "--num_heads", "2"], "the models are 8, 16 and 16 wide; "),
