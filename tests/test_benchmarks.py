@@ -31,7 +31,6 @@ SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
     "core_speed": "--rows 11 --rounds 1 --size 1 1 8",
     "cast": "--data {tmp}/cast.json --plot {tmp}/cast.svg",
     "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
-    "predictions": "",  # the tables of recorded losses
     "prepare_speed": "--megabytes 10 --rounds 1",
     "tokens_to_loss": "--scale tiny --out {tmp} --only 'sweep/gpt2 max_lr 0.008*'",
 }
