@@ -110,8 +110,8 @@ def show_step() -> None:
     squares = sum(parameter.grad.square().sum().item() for parameter in run.model.parameters())
     print(f"\nby hand    loss {loss:.3f}, gradient norm {math.sqrt(squares):.3f}; ln 257 = {math.log(257):.3f}")
     with contextlib.closing(run.training_batches()) as batches:
-        found = train.train_step(run, batches)()
-    print(f"step 0     loss {found.loss:.3f}, gradient norm {found.grad_norm:.3f}")
+        result = train.train_step(run, batches)
+    print(f"step 0     loss {result.loss:.3f}, gradient norm {result.grad_norm:.3f}")
     print(f"lr         {' '.join(f'{run.plan.schedule.learning_rate(step):.4f}' for step in range(6))} ...")
 
 
