@@ -56,7 +56,9 @@ def counted(count: int, noun: str) -> str:
 
 def some(texts: Sequence[str], noun: str, most: int = 8) -> list[str]:
     """Return the first texts and, in place of all others, their number."""
-    return [*texts[:most], *[f"and {counted(len(texts) - most, f'more {noun}')}"] * (len(texts) > most)]
+    if len(texts) <= most:
+        return list(texts)
+    return [*texts[:most], f"and {counted(len(texts) - most, f'more {noun}')}"]
 
 
 def labelled(label: str, text: str) -> str:

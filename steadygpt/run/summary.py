@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
+from steadygpt.checkpoint.files import Evaluations, TrainState
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -12,47 +13,94 @@ from steadygpt.run.results import Results
 
 def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
     """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
-    if (writer := saves.writer) is None:
+    if saves.writer is None:
         return [""]
-    config, state, device = results.config, results.state, results.ranks.device
-    tokens, start_s, elapsed_s = state.rows_consumed * config.context_length, process_age_s(), state.total_s()
-    here = " since this start" * bool(state.elapsed_s)
-    whole = f"{duration_text(elapsed_s)} in total; since this start " * bool(here)
-    of_steps = f"{duration_text(results.seconds)} of it training ({counted(results.steps, 'step')})"
-    lines = {"time": f"{whole}{duration_text(start_s)}, {of_steps}"}
+    config = results.config
+    state = results.state
+    evaluations = saves.writer.evaluations
+    age_s = process_age_s()
+    elapsed_s = state.total_s()
+    since = " since this start" if state.elapsed_s else ""
+    lines = {}
+
+    time = f"{duration_text(age_s)}, {duration_text(results.seconds)} of it training"
+    time += f" ({counted(results.steps, 'step')})"
+    if state.elapsed_s:
+        time = f"{duration_text(elapsed_s)} in total; since this start {time}"
+    lines["time"] = time
+
+    tokens = state.rows_consumed * config.context_length
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.2f} per parameter"
+
     if results.steps > 1:
         seconds = results.seconds - results.first_s
-        speed = (results.rows - results.first_rows) * config.context_length / seconds
-        mfu = results.mfu(speed)
-        lines["speed"] = f"{speed:,.0f} tokens/s{here}, {(results.steps - 1) / seconds:.3g} steps/s, "
-        lines["speed"] += config.precision if mfu is None else f"{config.precision}, mfu {mfu:.1%}"
-    lines["loss"] = "none" if state.loss is None else f"{state.loss:.4f}"
-    if state.val_loss is not None:
-        scores = next((of for of in writer.evaluations.values() if of.get("val_loss") == state.val_loss), {})
-        bits = "" if (bpb := scores.get("val_bpb")) is None else f" ({bpb:.4f} bits per byte)"
-        lines["loss"] += f", validation {state.val_loss:.4f}{bits}"
-        of_sets = [(name, loss) for name, loss in scores.items() if name.startswith("val_loss/") and loss is not None]
-        lines["validation"] = ", ".join(f"{name.removeprefix('val_loss/')} {loss:.4f}" for name, loss in of_sets)
-    if core := [scores["core"] for scores in writer.evaluations.values() if "core" in scores]:
+        tokens_per_second = (results.rows - results.first_rows) * config.context_length / seconds
+        steps_per_second = (results.steps - 1) / seconds
+        lines["speed"] = f"{tokens_per_second:,.0f} tokens/s{since}, {steps_per_second:.3g} steps/s, {config.precision}"
+        mfu = results.mfu(tokens_per_second)
+        if mfu is not None:
+            lines["speed"] += f", mfu {mfu:.1%}"
+
+    lines["loss"] = losses_text(state, evaluations)
+    of_sets = []
+    for name, loss in scores_of(evaluations, state.val_loss).items():
+        if name.startswith("val_loss/") and loss is not None:
+            of_sets.append(f"{name.removeprefix('val_loss/')} {loss:.4f}")
+    if of_sets:
+        lines["validation"] = ", ".join(of_sets)
+    core = [scores["core"] for scores in evaluations.values() if "core" in scores]
+    if core:
         lines["CORE"] = f"{core[-1]:.4f}"
-    if (best := state.best_val_loss) is not None:
-        steps = [f" at step {at:,}" for at, scores in writer.evaluations.items() if scores.get("val_loss") == best]
-        lines["loss"] += f", best {best:.4f}{''.join(steps[:1])}"
-    of_all = "" if device.type == "cuda" else ", including Python and PyTorch"
-    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(device))} on rank 0{here}{of_all}"
-    if (cost := results.cost(elapsed_s)) is not None:
+
+    lines["memory"] = f"peak {bytes_text(peak_memory_bytes(results.ranks.device))} on rank 0{since}"
+    if results.ranks.device.type != "cuda":
+        lines["memory"] += ", including Python and PyTorch"
+    cost = results.cost(elapsed_s)
+    if cost is not None:
         lines["cost"] = f"{cost:,.2f}"
-    lines["saves"] = f"paused training for {saves.paused_s:.1f} s{here}, {saves.paused_s / start_s:.2%} of the time"
+    lines["saves"] = f"paused training for {saves.paused_s:.1f} s{since}, {saves.paused_s / age_s:.2%} of the time"
     if results.skipped:
-        lines["skipped"] = f"{counted(results.skipped, 'update')}{here}; a warning in log.txt tells why"
-    where = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}" * (config.checkpoint_dir != "checkpoints")
+        lines["skipped"] = f"{counted(results.skipped, 'update')}{since}; a warning in log.txt tells why"
+
+    folder = ""
+    if config.checkpoint_dir != "checkpoints":
+        folder = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}"
     which = "latest" if state.best_val_loss is None else "best"
-    generate = f"python generate.py {which}{where}, or python convert_hf.py {which} hf_model{where}"
-    lines["next"] = {"finished": generate, "stopped": f"./resume_training.sh{where}"}.get(status, "")
-    why = f" ({reason})" * bool(reason)
-    end = f"{status}{why} after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"
-    return [end, *(labelled(name, text) for name, text in lines.items() if text)]
+    if status == "finished":
+        lines["next"] = f"python generate.py {which}{folder}, or python convert_hf.py {which} hf_model{folder}"
+    elif status == "stopped":
+        lines["next"] = f"./resume_training.sh{folder}"
+
+    end = f"{status} ({reason})" if reason else status
+    end += f" after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"
+    return [end, *(labelled(name, text) for name, text in lines.items())]
+
+
+def scores_of(evaluations: Evaluations, val_loss: float | None) -> dict[str, float | None]:
+    """Return the scores of the first evaluation with this validation loss; {} if there is none."""
+    if val_loss is None:
+        return {}
+    for scores in evaluations.values():
+        if scores.get("val_loss") == val_loss:
+            return scores
+    return {}
+
+
+def losses_text(state: TrainState, evaluations: Evaluations) -> str:
+    """Return the last losses of training and validation and the best one, as far as they are known."""
+    text = "none" if state.loss is None else f"{state.loss:.4f}"
+    if state.val_loss is not None:
+        text += f", validation {state.val_loss:.4f}"
+        bits = scores_of(evaluations, state.val_loss).get("val_bpb")
+        if bits is not None:
+            text += f" ({bits:.4f} bits per byte)"
+    if state.best_val_loss is not None:
+        text += f", best {state.best_val_loss:.4f}"
+        for step, scores in evaluations.items():
+            if scores.get("val_loss") == state.best_val_loss:
+                text += f" at step {step:,}"
+                break
+    return text
 
 
 def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs: Mapping[str, float]) -> str:
@@ -63,10 +111,18 @@ def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs:
         best: whether the first set's loss is the best so far.
         epochs: of each source of a mixture.
     """
-    parts: list[str] = []
+    texts: list[str] = []
     for name, scores in sets.items():
-        is_best = " (best so far)" * (best and not parts)
-        bits = f", {scores['val_bpb']:.4f} bits per byte" if "val_bpb" in scores else ""
-        parts.append(f"{f'{name}: ' * (len(sets) > 1)}val loss {scores['val_loss']:.4f}{is_best}{bits}")
-    seen = ", ".join(some([f"{name} {number:.2f}" for name, number in epochs.items()], "source"))
-    return " | ".join([*some(parts, "validation set"), *[f"epochs: {seen}"] * bool(seen)])
+        text = f"val loss {scores['val_loss']:.4f}"
+        if len(sets) > 1:
+            text = f"{name}: {text}"
+        if best and not texts:
+            text += " (best so far)"
+        if "val_bpb" in scores:
+            text += f", {scores['val_bpb']:.4f} bits per byte"
+        texts.append(text)
+    parts = some(texts, "validation set")
+    if epochs:
+        seen = some([f"{name} {number:.2f}" for name, number in epochs.items()], "source")
+        parts.append(f"epochs: {', '.join(seen)}")
+    return " | ".join(parts)
