@@ -228,7 +228,7 @@ FLAGS: list[tuple] = [
     ("hellaswag_eval none.pt", "none.pt: no such"),
     (f"hellaswag_eval {OF_RUN} --hellaswag_file none.jsonl", "none.jsonl: cannot be read"),
     (f"hellaswag_eval {OF_RUN} --tasks core --core_dir nowhere", "nowhere/core.yaml: cannot be read"),
-    ("replay --step 1 --checkpoint_dir data", "no checkpoints of a run in data; try another"),
+    ("replay --step 1 --checkpoint_dir data", "no checkpoints in data; try another"),
     ("convert_hf latest out.bin", "out.bin: expected the name of a new folder, or of a checkpoint file: NAME.pt"),
     ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
     ("convert_hf none.pt out.pt", "none.pt"),
