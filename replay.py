@@ -8,11 +8,13 @@ The replay is a fork with a folder of its own, so the original run does not chan
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +24,14 @@ from steadygpt.base.options import OptionError, UserError, option, parse_options
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import Start, intact_checkpoints, no_checkpoints, scan, trained_with
 from steadygpt.config import TrainConfig
-from steadygpt.log.metrics import LOG, METRICS, StartLine, segments
+from steadygpt.log.metrics import LOG, METRICS, StartLine, read_status, segments
 from steadygpt.machine.device import choose_device
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import Comparison, recorded_steps
 from steadygpt.run.starts import difference
 
+LOGS = f"logs/{METRICS}"
 AS_RECORDED = "code, machine and options are as recorded"
 OFF = [  # what costs time and changes no step, and what writes elsewhere
     "--eval_freq=0", "--hellaswag_freq=0", "--core_freq=0", "--core_dir=", "--sample_freq=0", "--expect=",
@@ -67,17 +70,20 @@ def find_origin(folder: Path, line: StartLine, first: int) -> tuple[Path, Start]
     raise UserError(f"{folder}: {saved}; choose later steps")
 
 
-def train_until(last: int, metrics: Path, command: Sequence[str], env: dict[str, str]) -> int:
-    """Run a command until its metrics.jsonl has a step; return its exit status."""
+def train_until(last: int, fork: Path, command: Sequence[str], env: dict[str, str]) -> int:
+    """Run a command that trains in a folder until its metrics.jsonl has a step; return its exit status."""
     StopSignal.raise_until_listen()  # so that a signal to this process stops the child too
     child = subprocess.Popen(command, env=env)
     try:
-        while child.poll() is None and not any(records for _, records in segments(metrics, last, "loss")):
+        while child.poll() is None and not any(records for _, records in segments(fork / LOGS, last, "loss")):
             time.sleep(0.2)
+        with suppress(ProcessLookupError):  # it has ended
+            # Rank 0 stops all ranks. Stopped itself, torchrun would print a traceback.
+            os.kill(read_status(fork / "checkpoints").get("pid", child.pid), signal.SIGINT)
+        return child.wait()
     finally:
         child.terminate()
-        status = child.wait()
-    return status
+        child.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,9 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = [sys.executable, *(torchrun if ranks > 1 else []), *train, *files, *OFF]
     # Sums on a CPU depend on the threads. The fork is not entered into the user's record of runs.
     env = os.environ | {"OMP_NUM_THREADS": str(start["threads"]), "XDG_STATE_HOME": fork}
-    metrics = Path(fork, "logs", METRICS)
-    status = train_until(last, metrics, command, env)
-    replayed, records = next(segments(metrics, key="loss"), (line, []))
+    status = train_until(last, Path(fork), command, env)
+    replayed, records = next(segments(Path(fork, LOGS), key="loss"), (line, []))
     measured = {int(record["step"] or 0): record for record in records}
     if replayed["start"] > first or last not in measured:
         ended = f"it ended with exit status {status}, and its messages say why"

@@ -308,8 +308,8 @@ CHECKPOINTS: list[tuple] = [
     (f"train {OF_RUN} --resume", f"{RUN}: all checkpoints are corrupt: {RUN}/latest.pt: corrupt (", damaged),
     (f"train {OF_RUN} --resume", f"{RUN}/latest.pt: cannot be read (", unreadable),
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
-    (f"replay {OF_RUN} --step 8", "no step 8 to replay: the newest checkpoint is of step 8; choose earlier steps"),
-    (f"replay {OF_RUN} --steps 4:9", "no step 9 to replay: the newest checkpoint is of step 8"),
+    (f"replay {OF_RUN} --step 8", "the start at step 0 has records of steps 0 to 7, not of step 8; choose recorded"),
+    (f"replay {OF_RUN} --steps 4:9", "the start at step 0 has records of steps 0 to 7, not of step 9"),
     (f"train {OF_RUN} --resume second/latest.pt", f"{RUN} already holds checkpoints", second),
     *((f"train --checkpoint_dir links --resume {which}",
        "links: all checkpoints are corrupt: links/latest.pt: no such checkpoint", links)

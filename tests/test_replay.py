@@ -53,7 +53,7 @@ def replayed(workdir, capsys):
         assert contents() == before
         *lines, log = capsys.readouterr().out.splitlines()
         path = re.fullmatch(r"the log of the replay is (replay-\S+/logs/log.txt); you can delete replay-\S+", log)[1]
-        assert "stopped (SIGTERM)" in Path(path).read_text() or "finished" in Path(path).read_text()
+        assert "stopped (SIGINT)" in Path(path).read_text() or "finished" in Path(path).read_text()
         return status, lines
 
     return replayed
@@ -103,7 +103,9 @@ def test_steps_of_each_start_of_a_killed_run_are_replayed(replayed):
     assert run_here(*flags, "--resume") == 0
     assert replayed("--step", "3") == equal(2, 3)
     assert replayed("--steps", "4:7") == equal(4, 7)
-    crosses = r"metrics.jsonl: the start that took step 3 recorded steps 0 to 3, not step 6; choose recorded steps of"
+    crosses = (
+        r"metrics.jsonl: the start at step 0 has records of steps 0 to 3, not of step 6; choose recorded steps of one"
+    )
     with pytest.raises(UserError, match=crosses):
         main(["--steps", "3:6"])
 
@@ -141,7 +143,7 @@ def test_only_recorded_steps_are_compared(replayed):
 
 def train_on_ranks(folder: Path) -> int:
     os.chdir(folder)
-    return run_here("--max_steps", "4", *EVERY_2)
+    return run_here("--max_steps", "100", *EVERY_2, "--keep_checkpoints", "99")
 
 
 def test_a_run_on_two_ranks_is_replayed_on_two(replayed, workdir):
@@ -244,5 +246,5 @@ def test_an_interrupt_ends_the_child(tmp_path, monkeypatch):
     monkeypatch.setattr(replay.subprocess, "Popen", start)
     monkeypatch.setattr(replay.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        replay.train_until(3, tmp_path / "metrics.jsonl", [sys.executable, "-c", "import time; time.sleep(60)"], {})
+        replay.train_until(3, tmp_path, [sys.executable, "-c", "import time; time.sleep(60)"], {})
     assert children[0].poll() is not None

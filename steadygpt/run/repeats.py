@@ -56,11 +56,8 @@ def recorded_steps(path: Path, first: int, last: int) -> tuple[StartLine, dict[i
         record_of_step = {int(record["step"] or 0): record for record in records}
         if last in record_of_step:
             return start, record_of_step
-        recorded = f"steps {min(record_of_step):,} to {max(record_of_step):,}"
-        raise UserError(
-            f"{path}: the start that took step {first:,} recorded {recorded}, not step {last:,}; choose recorded steps "
-            "of one start"
-        )
+        recorded = f"has records of steps {min(record_of_step):,} to {max(record_of_step):,}, not of step {last:,}"
+        raise UserError(f"{path}: the start at step {start['start']:,} {recorded}; choose recorded steps of one start")
     raise UserError(f"{path}: no record of step {first:,}; choose other steps, or restore the logs")
 
 
