@@ -1,15 +1,11 @@
-"""Tests of replay.py: equal steps across kills and changes of a run, differences that are named, and its errors."""
+"""Tests of replay.py: equal steps of killed and changed runs, differences that are named, and its errors."""
 
 import json
 import os
 import re
-import shutil
-import tempfile
-import weakref
-from collections.abc import Callable
-from contextlib import chdir, redirect_stdout, suppress
+import sys
+from contextlib import suppress
 from functools import partial
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,80 +16,57 @@ from injected import acting_here, do_in_step
 import replay
 import train
 from replay import AS_RECORDED, main
+from steadygpt import git_commit
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted
-from steadygpt.checkpoint import files
-from steadygpt.machine.ranks import Ranks
-from steadygpt.run import starts
 
 EVERY_2 = ("--checkpoint_freq", "2")
+METRICS = Path("logs/metrics.jsonl")
 
 
 @pytest.fixture(autouse=True)
-def committed(monkeypatch):
+def committed(tmp_path_factory, monkeypatch):
     """Let runs and replays find a commit without changed files, which promises bits."""
-    for module in (starts, replay):
-        monkeypatch.setattr(module, "git_commit", lambda: "c0ffee")
+    git = tmp_path_factory.mktemp("bin") / "git"
+    git.write_text("#!/bin/sh\necho c0ffee\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git.parent}:{os.environ['PATH']}")
+    git_commit.cache_clear()
+    yield
+    git_commit.cache_clear()
 
 
-def contents(folder: Path) -> dict[str, tuple]:
-    """Return time and bytes of each file and folder, by path."""
-    found = {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
-    return {str(path): (time, path.read_bytes() if path.is_file() else None) for path, time in found.items()}
+def contents() -> dict[Path, tuple[int, bytes]]:
+    """Return time and content of each file of the working directory that is not a replay's."""
+    files = [path for path in Path().rglob("*") if path.is_file() and not path.parts[0].startswith("replay-")]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 @pytest.fixture
-def replayed(workdir, monkeypatch, capsys):
+def replayed(workdir, capsys):
     """Return a function that runs the command and returns its status and its lines; it must leave all files alone."""
-    (workdir / "tmp").mkdir()
 
     def replayed(*flags: str) -> tuple[int, list[str]]:
         capsys.readouterr()
-        before = contents(workdir)
-        with monkeypatch.context() as patched:
-            patched.setattr(tempfile, "tempdir", str(workdir / "tmp"))
-            status = main([*flags])
-        after = contents(workdir)
-        before.pop(str(workdir / "tmp")), after.pop(str(workdir / "tmp"))  # downloads come and go
-        assert after == before
-        said = capsys.readouterr()
-        origin, *lines = said.out.splitlines()
-        lines += [line for line in said.err.splitlines() if line.startswith("warning: ")]
-        assert origin.startswith("from ")
+        before = contents()
+        status = main([*flags])
+        assert contents() == before
+        *lines, log = capsys.readouterr().out.splitlines()
+        path = re.fullmatch(r"the log of the replay is (replay-\S+/logs/log.txt); you can delete replay-\S+", log)[1]
+        assert "stopped (SIGINT)" in Path(path).read_text() or "finished" in Path(path).read_text()
         return status, lines
 
     return replayed
 
 
-PAST: dict[tuple, Path] = {}
-
-
-@pytest.fixture
-def past(workdir, tmp_path_factory) -> Callable:
-    """past(*flags, killed=step) puts a run into the working directory, killed before that step; each trains once."""
-
-    def past(*flags: str, killed: int = 0) -> None:
-        if (key := (flags, killed)) not in PAST:
-            PAST[key] = tmp_path_factory.mktemp("past")
-            write_data(PAST[key] / "data")
-            with chdir(PAST[key]):
-                if killed:
-                    killed_before(killed, *flags)
-                assert run_here(*flags, *["--resume"] * bool(killed)) == 0
-        shutil.copytree(PAST[key], workdir, dirs_exist_ok=True)
-
-    return past
-
-
-def repeated(first: int, count: int) -> str:
-    """Return the line about the records of a part that begins at a step."""
+def equal(origin: int, last: int, count: int | None = None) -> tuple[int, list[str]]:
+    """Return status and lines of a replay from the rolling checkpoint of a step."""
+    steps = counted(last - origin + 1 if count is None else count, "step")
     same = "bit for bit the same losses, gradient norms and learning rates"
-    return f"resumed at step {first}: repeated {counted(count, 'step')}, {same}"
-
-
-def saved(count: int, last: int) -> str:
-    """Return the line about checkpoints."""
-    return f"{counted(count, 'checkpoint')} up to step {last}: equal, bit for bit"
+    return 0, [
+        f"replayed from checkpoints/rolling_step_{origin:06d}.pt: {AS_RECORDED}",
+        f"steps {origin} to {last}: repeated {steps}, {same}",
+    ]
 
 
 class Killed(Exception): ...
@@ -112,62 +85,47 @@ def killed_before(step: int, *flags: str) -> None:
         run_here(*flags)
 
 
-def rewrite(path: str, change) -> None:
-    """Change the content of a checkpoint file, which no other name has afterwards."""
-    checkpoint = load(path)
-    change(checkpoint)
-    os.unlink(path)
-    torch.save(checkpoint, path)
+def rewrite_lines(change) -> None:
+    """Change the lines of metrics.jsonl, each a dictionary."""
+    lines = [json.loads(line) for line in METRICS.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    METRICS.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # equal
 
 
-def test_a_killed_run_is_replayed_from_its_seed_or_a_checkpoint_with_one_model_at_a_time(replayed, past, monkeypatch):
-    past("--dropout", "0.1", *EVERY_2, killed=5)
-    models, build = [], replay.build
-
-    def build_one(*args):
-        assert not any(model() for model in models)
-        run = build(*args)
-        models.append(weakref.ref(run.model))
-        return run
-
-    with monkeypatch.context() as patched:
-        patched.setattr(replay, "build", build_one)
-        assert replayed("--steps", "0:8") == (0, [
-            f"steps 0 to 3: {AS_RECORDED}", repeated(0, 4), f"steps 4 to 7: {AS_RECORDED}", repeated(4, 4), saved(4, 8)
-        ])  # fmt: skip
-    assert len(models) == 2
-    # From the checkpoint before the step.
-    assert replayed("--step", "3")[1] == [f"steps 2 to 3: {AS_RECORDED}", repeated(2, 2), saved(1, 4)]
-    assert replayed("--step", "6")[1][-1] == repeated(6, 1)
+def test_steps_of_each_start_of_a_killed_run_are_replayed(replayed):
+    flags = ("--dropout", "0.1", "--eval_freq", "4", *EVERY_2)
+    killed_before(5, *flags)
+    assert run_here(*flags, "--resume") == 0
+    assert replayed("--step", "3") == equal(2, 3)
+    assert replayed("--steps", "4:7") == equal(4, 7)
+    crosses = (
+        r"metrics.jsonl: the start at step 0 has records of steps 0 to 3, not of step 6; choose recorded steps of one"
+    )
+    with pytest.raises(UserError, match=crosses):
+        main(["--steps", "3:6"])
 
 
-def test_a_run_whose_options_batch_and_mixture_changed_is_replayed_across_the_changes(replayed, workdir):
+def test_a_run_whose_options_batch_and_mixture_changed_is_replayed_after_the_changes(replayed, workdir):
     write_data(workdir / "more", seed=1)
     assert run_here("--max_steps", "3", *EVERY_2) == 0
-    resume = ("--resume", "--allow_changes", "--max_steps", "8")
-    batch = ("--total_batch_size", "96", "--mini_batch_size", "3")
-    killed_before(6, *resume, *batch, "--dropout", "0.1", *EVERY_2)
-    mix = ("--mix", "data:1,m=more:2", "--total_batch_size", "64", "--max_lr", "1e-2", "--dropout", "0.1")
-    assert train.main([*TINY, *resume, *mix, *EVERY_2]) == 0
-    assert replayed("--steps", "0:8")[1] == [
-        f"steps 0 to 2: {AS_RECORDED}", repeated(0, 3), f"steps 3 to 5: {AS_RECORDED}", repeated(3, 3),
-        f"steps 6 to 7: {AS_RECORDED}", repeated(6, 2), saved(4, 8),
-    ]  # fmt: skip
+    mix = ("--mix", "data:1,m=more:2", "--total_batch_size", "96", "--max_lr", "1e-2", "--dropout", "0.1")
+    assert train.main([*TINY, "--resume", "--allow_changes", *mix, "--max_steps", "8", *EVERY_2]) == 0
+    assert replayed("--steps", "5:7") == equal(4, 7)
 
 
 @pytest.mark.parametrize("flags", [
-    [*MODERN, "--precision", "bf16", "--dropout", "0.1", "--schedule", "cosine"], ["--precision", "fp16"],
+    [*MODERN, "--precision", "bf16", "--dropout", "0.1", "--schedule", "wsd"], ["--precision", "fp16"],
     ["--max_lr", "1e30", "--grad_clip", "0", "--max_bad_steps", "0"],
 ], ids=["modern", "fp16", "infinite losses"])  # fmt: skip
 def test_other_models_precisions_and_bad_steps_are_replayed(replayed, flags):
     assert run_here(*flags, *EVERY_2) == 0
     assert (None in metrics("logs", "loss").values()) == ("1e30" in flags)
-    status, lines = replayed("--steps", "2:7")
-    assert (status, lines[1:]) == (0, [repeated(2, 6), saved(3, 8)])
+    assert replayed("--steps", "2:7") == equal(2, 7)
 
 
 def test_steps_that_a_run_has_undone_are_not_compared(replayed):
@@ -175,169 +133,118 @@ def test_steps_that_a_run_has_undone_are_not_compared(replayed):
     again = ("--resume", "checkpoints/rolling_step_000004.pt", "--allow_changes", "--max_lr", "1e-2")
     killed_before(7, *again, *EVERY_2)
     assert load("checkpoints/rolling_step_000008.pt")["step"] == 8  # of the first start
-    assert replayed("--steps", "2:5")[1][1::2] == [repeated(2, 2), repeated(4, 2)]
+    assert replayed("--step", "5") == equal(4, 5)
 
 
-def test_the_mirror_has_what_the_folder_lacks(replayed, workdir, capsys):
-    url = f"file://{workdir}/there"
-    assert run_here("--mirror", url, "--keep_checkpoints", "1", "--background_upload", "off", *EVERY_2) == 0
-    assert sorted(path.name for path in Path("checkpoints").glob("rolling*")) == ["rolling_step_000008.pt"]
-    assert replayed("--steps", "3:8")[1] == [f"steps 2 to 7: {AS_RECORDED}", repeated(2, 6), saved(2, 8)]
-    for folder in ("checkpoints", "logs"):
-        Path(folder).rename(f"old_{folder}")
-    assert replayed("--steps", "4:8", "--mirror", url)[1][1:] == [repeated(4, 4), saved(1, 8)]
-    for file in Path("there").glob("step_000004*"):
-        file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(UserError, match="step_000004"):
-        main(["--steps", "4:8", "--mirror", url])
+def test_only_recorded_steps_are_compared(replayed):
+    assert run_here("--log_freq", "2", *EVERY_2) == 0
+    assert replayed("--steps", "4:7") == equal(4, 7, count=3)  # 4, 6 and the last one
+
+
+def train_on_ranks(folder: Path) -> int:
+    os.chdir(folder)
+    return run_here("--max_steps", "100", *EVERY_2, "--keep_checkpoints", "99")
+
+
+def test_a_run_on_two_ranks_is_replayed_on_two(replayed, workdir):
+    need_gpus(2)
+    in_ranks(2, train_on_ranks, workdir)
+    assert replayed("--steps", "2:3") == equal(2, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # different
 
 
-@pytest.mark.parametrize(("key", "step"), [("loss", 5), ("digest", 6)])
-def test_a_number_changed_in_the_records_is_named(replayed, past, key, step):
-    past(*EVERY_2)
-    Path("checkpoints/rolling_step_000006.pt").unlink()  # the record has the digest of its weights
-    path = Path("logs/metrics.jsonl")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    [record] = [record for record in records if record["step"] == step and key in record]
-    true, record[key] = record[key], 5.25
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+def test_a_number_changed_in_the_records_is_named(replayed):
+    assert run_here(*EVERY_2) == 0
+    true = metrics("logs", "loss")[5]
+
+    def change(line: dict) -> None:
+        if line["step"] == 5 and "loss" in line:
+            line["loss"] = 5.25
+
+    rewrite_lines(change)
     status, lines = replayed("--steps", "2:7")
+    assert (status, lines[1]) == (1, f"steps 2 to 7: repeated step 5 has loss {true!r}, but had 5.25 before")
+    assert replayed("--steps", "2:4") == equal(2, 4)
+
+
+def test_a_flipped_bit_in_a_checkpoint_changes_the_steps_after_it(replayed):
+    assert run_here(*EVERY_2) == 0
+    path = Path("checkpoints/rolling_step_000006.pt")
+    checkpoint = load(path)
+    checkpoint["model"]["h.1.mlp.c_fc.weight"].view(torch.int32)[3, 7] ^= 1 << 22
+    path.unlink()  # other names keep their content
+    torch.save(checkpoint | {"digests": {}}, path)  # with a valid checksum
+    status, lines = replayed("--step", "7")
     assert status == 1
-    assert lines[-1].startswith(
-        f"warning: resumed at step 2: repeated step {step} has {key} {true!r}, but had 5.25 before"
-    )
-    assert replayed("--steps", "2:4")[0] == 0
+    assert lines[1].startswith("steps 6 to 7: repeated step 6 has loss ")
 
 
-def test_another_position_in_the_data_is_named(replayed, monkeypatch):
-    assert run_here(*EVERY_2, "--max_lr", "0", "--min_lr", "0") == 0  # so that no weight differs
-    step = replay.train_step
+def test_a_record_of_another_machine_is_named_and_its_difference_is_measured(replayed):
+    assert run_here(*EVERY_2) == 0
 
-    def one_row_more(run, batches):
-        result = step(run, batches)
-        run.state.rows_consumed += run.state.step == 3
-        return result
+    def change(line: dict) -> None:
+        if "how" in line:
+            line["how"] |= {"device": "NVIDIA A100", "torch": "2.9.0"}
+        elif line["step"] == 5 and "loss" in line:
+            line["loss"] *= 1.001
 
-    monkeypatch.setattr(replay, "train_step", one_row_more)
-    status, lines = replayed("--steps", "2:3")
-    assert status == 1
-    assert re.search(r"warning: step 4, .*rolling_step_000004\.pt: \d+ rows consumed, but 16 before", lines[-1])
-
-
-@pytest.mark.parametrize("kind", ["weight", "exp_avg_sq"])
-def test_a_flipped_bit_in_a_checkpoint_is_named(replayed, past, kind):
-    past(*EVERY_2)
-    name = "h.1.mlp.c_fc.weight"
-
-    def flip(checkpoint: dict) -> None:
-        tensor = checkpoint["model"][name] if kind == "weight" else checkpoint["optimizer"][name][kind]
-        tensor.view(torch.int32)[3, 7] ^= 1
-        checkpoint["digests"] = {}  # else the file is taken for damaged
-
-    rewrite("checkpoints/rolling_step_000006.pt", flip)
-    tensor = name if kind == "weight" else f"{name}.{kind}"
-    status, lines = replayed("--steps", "4:7")
-    file = r"checkpoints/rolling_step_000006\.pt"
-    assert status == 1
-    assert re.fullmatch(rf"warning: step 6, {file}: 1 of \d+ tensors differ, {tensor} most: by .*", lines[-1])
-    assert replayed("--step", "7")[0] == 1  # because it starts from there
+    rewrite_lines(change)
+    status, lines = replayed("--step", "5")
+    assert status == 0
+    assert re.search(r": device NVIDIA A100 -> .*, torch 2\.9\.0 -> [\d.+a-z]+$", lines[0])
+    assert "losses, gradient norms and learning rates within 0.001 of those before (relative)" in lines[1]
 
 
-def test_a_bit_flipped_in_a_shard_is_named(past, workdir):
-    past(*EVERY_2)
+# ---------------------------------------------------------------------------------------------------------------------
+# errors
+
+
+def test_a_bit_flipped_in_a_shard_ends_the_replay(workdir):
+    assert run_here(*EVERY_2) == 0
     path = workdir / "data/tiny_train_000002.npy"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"tiny_train_000002.npy: .*the file is damaged"):
-        main(["--steps", "0:3"])
+    with pytest.raises(
+        UserError, match=r"train\.py has not taken steps 3 to 3; it ended with exit status 2, and its messages say why"
+    ):
+        main(["--step", "3"])
 
 
-BATCH = ("--total_batch_size", "192")  # sums of six rounded losses depend on their order
-
-
-def train_on_ranks(folder: Path) -> int:
-    os.chdir(folder)
-    starts.git_commit = lambda: "c0ffee"
-    return run_here(*BATCH, "--max_steps", "4", *EVERY_2)
-
-
-def replay_on_ranks(folder: Path) -> None:
-    os.chdir(folder)
-    replay.git_commit = lambda: "c0ffee"
-    with redirect_stdout(StringIO()) as out:
-        assert main(["--steps", "0:3"]) == 0
-    lines = ["from the first weights, which the seed gives", f"steps 0 to 3: {AS_RECORDED}"]
-    lines += [repeated(0, 4), saved(2, 4)]
-    assert out.getvalue().splitlines() == (lines if os.environ["RANK"] == "0" else [])
-
-
-def test_a_run_on_two_ranks_is_replayed_equally_on_two_and_closely_on_one(replayed, workdir):
-    need_gpus(2)
-    in_ranks(2, train_on_ranks, workdir)
-    in_ranks(2, replay_on_ranks, workdir)
-    assert run_here("--resume", *BATCH, "--mini_batch_size", "4") == 0  # on one
-    status, lines = replayed("--steps", "0:7")
-    assert (status, lines[0]) == (0, "steps 0 to 3: ranks 2 -> 1")
-    assert f"steps 4 to 7: {AS_RECORDED}" in lines
-    shares = [float(share) for line in lines for share in re.findall(r" by (\S+) of its largest number$", line)]
-    assert shares and max(shares) < 1e-3
-    assert all(float(re.search(r"within (\S+) of", line)[1]) < 1e-3 for line in lines if "within" in line)
-    assert replayed("--steps", "4:7")[1][1:] == [repeated(4, 4), saved(2, 8)]  # an epoch ends with step 6
-
-
-def test_what_differs_from_the_recorded_start_is_named(monkeypatch):
-    here = {"ranks": 1, "device": "NVIDIA H100", "torch": torch.__version__, "commit": "c0ffee"}
-    here |= {"options": {"deterministic": False}, "decisions": {}}
-    monkeypatch.setattr(replay, "device_name", lambda _: "NVIDIA H100")
-    gpu = Ranks(torch.device("cuda"))
-    assert [*replay.changes(here, gpu)] == ["CUDA, or DDP on more than two processes, without --deterministic"]
-    here["options"] = {"deterministic": True}
-    assert not replay.changes(here | {"ranks": 4}, gpu)
-    other = {"ranks": 4, "device": "NVIDIA A100", "torch": "2.9.0", "commit": "badcab"}
-    assert replay.changes(here | other, gpu) == [
-        f"device NVIDIA A100 -> NVIDIA H100, torch 2.9.0 -> {torch.__version__}, commit badcab -> c0ffee"
-    ]
-    monkeypatch.setattr(replay, "git_commit", lambda: "c0ffee+")
-    assert [*replay.changes(here | {"commit": "c0ffee+"}, gpu)] == ["files have changed since the commit"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what is missing
-
-
-def test_what_is_not_compared_is_told(replayed):
-    assert run_here("--log_freq", "2", *EVERY_2) == 0
-    lines = replayed("--steps", "4:7")[1]
-    assert re.fullmatch("resumed at step 4: repeated 3 (logged )?steps, bit for bit .*", lines[1])  # 4, 6 and the last
-    assert run_here("--checkpoint_dir", "other", "--logdir", "logs-other") == 0
-    shutil.copy("logs-other/metrics.jsonl", "logs/metrics.jsonl")
-    other = "resumed at step 4: repeated steps are not compared: their records do not descend from this checkpoint"
-    assert replayed("--steps", "4:7")[1][1:] == [other, saved(2, 8)]
-    Path("logs/metrics.jsonl").unlink()
-    assert replayed("--steps", "4:7")[1][1:] == [saved(2, 8)]
-    nothing = r"nothing to compare steps 0 to 0 with: no checkpoint is left, and logs/metrics.* lacks"
-    with pytest.raises(UserError, match=nothing):
-        main(["--step", "0"])
-
-
-@pytest.mark.parametrize(("flags", "last"), [(["--step", "5"], 5), (["--steps", "3:7"], 7)])
-def test_checkpoints_that_are_gone_are_named(past, flags, last):
-    past(*EVERY_2)
+def test_steps_without_a_checkpoint_or_a_record_are_refused(workdir):
+    assert run_here(*EVERY_2) == 0
     for step in (2, 4):
         Path(f"checkpoints/rolling_step_00000{step}.pt").unlink()
-    left = f"steps that can be replayed: from 6 on, or --steps 0:{last}$"
-    with pytest.raises(UserError, match=f"no checkpoint of step {flags[1][0]} or before it is left; {left}"):
-        main(flags)
+    left = r"checkpoints: the start at step 0 has left no checkpoint of step 5 or before it; choose later steps"
+    with pytest.raises(UserError, match=left):
+        main(["--step", "5"])
+    METRICS.unlink()
+    with pytest.raises(UserError, match=r"logs/metrics.jsonl: no record of step 6; choose other steps, or restore"):
+        main(["--step", "6"])
 
 
-def test_a_checkpoint_that_vanishes_meanwhile_is_not_needed(replayed, past, monkeypatch):
-    past(*EVERY_2)
-    there = files.checkpoint_files(Path("checkpoints"))
-    monkeypatch.setattr(files, "checkpoint_files", lambda folder: there)
-    Path("checkpoints/rolling_step_000004.pt").unlink()
-    assert replayed("--steps", "6:7")[0] == 0
+def test_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="starts torchrun itself"):
+        main(["--step", "3"])
+
+
+def test_an_interrupt_ends_the_child(tmp_path, monkeypatch):
+    children = []
+    popen = replay.subprocess.Popen
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def start(*args, **options):
+        children.append(popen(*args, **options))
+        return children[0]
+
+    monkeypatch.setattr(replay.subprocess, "Popen", start)
+    monkeypatch.setattr(replay.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        replay.train_until(3, tmp_path, [sys.executable, "-c", "import time; time.sleep(60)"], {})
+    assert children[0].poll() is not None

@@ -41,7 +41,7 @@ STEP_FORMS = {
 class RunLog:
     """Prints the measurements of a run, and after open() writes them to every sink. Other threads may write too.
 
-    On ranks other than 0, and in a replay, it prints nothing and is never opened.
+    On ranks other than 0 it prints nothing and is never opened.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, prints: bool = True):

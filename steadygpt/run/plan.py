@@ -52,7 +52,7 @@ class Plan:
     schedule: Schedule
     fingerprint: dict[str, list]  # of the shards
     notes: tuple[str, ...]  # further lines, one per surprising choice
-    writes: bool  # logs and checkpoints: it is no dry run, evaluation or replay
+    writes: bool  # logs and checkpoints: it is no dry run or evaluation
     is_finished: bool  # the run in the folder has taken all its steps
     expected: Expected | None  # of --expect
     history: History
@@ -221,22 +221,16 @@ def uses_text(memory: dict[str, float], where: str, available: int, instead: str
     return text
 
 
-def settle(history: History, data: Data, ranks: Ranks, recorded: Sequence[Start] = ()) -> Plan:
-    """Settle on rank 0 every option that the data, the machine or the length of the run decides, and tell the others.
-
-    Args:
-        recorded: of a replay, the record of starts up to the one that it repeats, in place of a new one.
-    """
+def settle(history: History, data: Data, ranks: Ranks) -> Plan:
+    """Settle on rank 0 every option that the data, the machine or the length of the run decides; tell the others."""
     with torch.device("meta"):
         sketch = new_model(history.config, history.config.shape(data.vocab_size))
     memory = -ranks.max(-memory_bytes(ranks.device))
-    settled = ranks.from_main(lambda: _settle_on_main(history, data, sketch, memory, ranks, recorded))
+    settled = ranks.from_main(lambda: _settle_on_main(history, data, sketch, memory, ranks))
     return Plan(**settled, history=history, data=data, sketch=sketch, ranks=ranks)
 
 
-def _settle_on_main(
-    history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks, recorded: Sequence[Start]
-) -> dict[str, Any]:
+def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
     asked, before, decided, fingerprint = history.config, history.starts, history.decisions, history.fingerprint
     config, world_size, threads = replace(asked, **decided), ranks.world_size, torch.get_num_threads()
@@ -273,8 +267,8 @@ def _settle_on_main(
         )
 
     # The record of this start, and the number of steps, which may follow from its data.
-    starts = [*recorded]
-    if data.sources and not recorded:
+    starts: list[Start] = []
+    if data.sources:
         starts = [*before, new_start(history, data, fingerprint, ranks)]
         if before and before[-1]["shares"] != starts[-1]["shares"]:
             changed = " -> ".join(map(mixture_text, starts[-2:]))
@@ -290,12 +284,12 @@ def _settle_on_main(
     notes += schedule.notes(history.checkpoint)
 
     # The shards, last because all of them may have to be read. Then their content identifies them in the record.
-    writes = config.trains and not recorded
+    writes = config.trains
     if writes:
         checked = {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
         fingerprint = fingerprint | checked
         starts[-1] = new_start(history, data, fingerprint, ranks)
-    if starts and not recorded:
+    if starts:
         # The rows that memory has room for are chosen once, and --deterministic needs the same ones.
         sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
         starts[-1]["options"] = {name: getattr(asked, name) for name in KEPT}

@@ -1,4 +1,4 @@
-"""Steps that a resumed run repeats, compared with their records in the log."""
+"""Steps that are computed twice: a comparison with their records in the log."""
 
 import json
 from collections.abc import Mapping
@@ -6,42 +6,100 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, printable
-from steadygpt.log.metrics import Record, segments, without_nan
+from steadygpt.log.metrics import Record, StartLine, segments, without_nan
 from steadygpt.log.runlog import RunLog
 from steadygpt.run.starts import difference
 
 NUMBERS = ("loss", "grad_norm", "lr", "digest")  # of a record that are compared
+CAUSES = "causes are in docs/checkpoints.md, Repeated steps"
 
 
-def repeated_records(
-    path: Path, step: int, parent: str, how: Mapping[str, Any] | None = None
-) -> tuple[dict[int, Record], str]:
+def repeated_records(path: Path, step: int, parent: str, how: Mapping[str, Any]) -> tuple[dict[int, Record], str]:
     """Read the records in a metrics.jsonl of the steps that a run repeats from a checkpoint on.
 
     Args:
         step: of the checkpoint.
-        parent: id of the start that wrote it; "" for a replay from the first step.
-        how: what determines a step of this start, by name: only records of such starts are read. None: those of any.
+        parent: id of the start that wrote it.
+        how: what determines a step of this start, by name: only records of such starts are read.
 
     Returns: step -> record, up to the first one that cannot be compared; and why not, "" if all can.
     """
-    starts = []
+    starts: list[tuple[StartLine, list[Record]]] = []
     for start, records in segments(path, step, "loss"):
         starts.append((start, records))
         if start["id"] == parent or start["start"] < step:  # which repeats whatever came before
             break
-    found: dict[int, Record] = {}
+    comparable: dict[int, Record] = {}
     descended = {parent}  # starts, as far as they have the checkpoint's steps before them
     for start, records in reversed(starts):
         if start["parent"] in descended and start["start"] >= step:
             descended.add(start["id"])
-        if records and start["id"] not in descended:
-            return found, "their records do not descend from this checkpoint"
-        if records and how is not None and (differs := difference(start["how"], how)):
-            return found, printable(differs)
-        found |= {int(record["step"] or 0): record for record in records}
-    return found, ""
+        if not records:
+            continue
+        if start["id"] not in descended:
+            return comparable, "their records do not descend from this checkpoint"
+        changes = difference(start["how"], how)
+        if changes:
+            return comparable, printable(changes)
+        for record in records:
+            comparable[int(record["step"] or 0)] = record
+    return comparable, ""
+
+
+def recorded_steps(path: Path, first: int, last: int) -> tuple[StartLine, dict[int, Record]]:
+    """Return from a metrics.jsonl the start that took two steps, and its records of steps that no later start undid."""
+    for start, records in segments(path, key="loss"):  # the newest start first
+        if start["start"] > first or not records:
+            continue
+        record_of_step = {int(record["step"] or 0): record for record in records}
+        if last in record_of_step:
+            return start, record_of_step
+        recorded = f"has records of steps {min(record_of_step):,} to {max(record_of_step):,}, not of step {last:,}"
+        raise UserError(f"{path}: the start at step {start['start']:,} {recorded}; choose recorded steps of one start")
+    raise UserError(f"{path}: no record of step {first:,}; choose other steps, or restore the logs")
+
+
+@dataclass
+class Comparison:
+    """Compares steps with their records, up to the first one that differs where equal starts compute the same bits."""
+
+    is_exact: bool = True  # equal starts compute the same bits
+    steps: int = 0  # compared so far
+    largest: float = 0.0  # relative difference so far
+    differs: str = ""  # the first step and number that differ although the comparison is exact
+
+    def add(self, step: int, recorded: Record, measured: Mapping[str, float | None]) -> None:
+        """Compare the measurements of a step with its record."""
+        if self.differs:
+            return
+        self.steps += 1
+        measured = without_nan(measured)  # as in the record
+        for name in NUMBERS:
+            before = recorded.get(name)
+            now = measured.get(name)
+            if name == "digest" and (before is None or now is None or not self.is_exact):  # some steps have none
+                continue
+            if self.is_exact and before != now:
+                numbers = f"{json.dumps(now)}, but had {json.dumps(before)} before"
+                self.differs = f"repeated step {step:,} has {name} {numbers}"
+                return
+            old = before or 0.0  # a number that is not finite counts as 0
+            new = now or 0.0
+            scale = max(abs(new), abs(old)) or 1.0
+            self.largest = max(self.largest, abs(new - old) / scale)
+
+    def result(self) -> str:
+        """Return what was compared, and whether it is bit for bit the same; "" if nothing was."""
+        if self.differs or not self.steps:
+            return self.differs
+        numbers = "losses, gradient norms and learning rates"
+        repeated = f"repeated {counted(self.steps, 'step')}"
+        if not self.largest:
+            return f"{repeated}, bit for bit the same {numbers}"
+        within = f"within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
+        return f"{repeated}, {numbers} {within}"
 
 
 @dataclass
@@ -53,46 +111,36 @@ class Repeats:
     records: dict[int, Record] = field(default_factory=dict)  # that are not compared yet, by step
     reason: str = ""  # why further ones are not compared
     is_exact: bool = True  # equal starts compute the same bits
-    compared: int = 0
-    largest: float = 0.0  # relative difference so far
-    differs: bool = False  # although it is exact
+
+    def __post_init__(self) -> None:
+        self.comparison = Comparison(self.is_exact)
 
     def add(self, step: int, measured: Mapping[str, float | None]) -> None:
         """Compare the measurements of a step, and report after the last repeated one."""
-        if record := self.records.pop(step, None):
-            self.compared += 1
-            measured = without_nan(measured)  # as in the record
-            for name in NUMBERS:
-                before, now = record.get(name), measured.get(name)
-                if name == "digest" and (None in (before, now) or not self.is_exact):  # some steps have none
-                    continue
-                if before != now and self.is_exact:
-                    numbers = f"{name} {json.dumps(now)}, but had {json.dumps(before)} before"
-                    line = self._ended(f"repeated step {step:,} has {numbers}")
-                    causes = "causes are in docs/checkpoints.md, Repeated steps"
-                    self.differs = True
-                    self.log.warn(f"{line}; {causes}", event="resume differs")
-                    return
-                old, new = before or 0.0, now or 0.0  # a number that is not finite counts as 0
-                self.largest = max(self.largest, abs(new - old) / (max(abs(new), abs(old)) or 1.0))
-        if not self.records:
+        record = self.records.pop(step, None)
+        if record:
+            self.comparison.add(step, record, measured)
+        if self.comparison.differs or not self.records:
             self.report()
 
     def report(self) -> None:
-        """Log the result, also of a run that ends before the last repeated step."""
-        parts, same = [], "losses, gradient norms and learning rates"
-        if self.compared:
-            within = f"{same} within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
-            result = within if self.largest else f"bit for bit the same {same}"
-            parts.append(f"repeated {counted(self.compared, 'step')}, {result}")
-        if self.reason:
-            parts.append(f"{'later' if self.compared else 'repeated'} steps are not compared: {self.reason}")
-        if parts:
-            self.log.say(self._ended("; ".join(parts)))
-
-    def _ended(self, result: str) -> str:
-        """Compare no more; keep the result for status.json, and return it as a line for the log."""
-        self.records, self.compared, self.reason = {}, 0, ""
-        line = f"resumed at step {self.step:,}: {result}"
-        self.log.note(resume=line)
-        return line
+        """Log the result once, also of a run that ends before the last repeated step, and compare no more."""
+        comparison = self.comparison
+        reason = self.reason
+        self.comparison = Comparison(self.is_exact)
+        self.records = {}
+        self.reason = ""
+        parts = []
+        if comparison.steps:
+            parts.append(comparison.result())
+        if reason and not comparison.differs:
+            which = "later" if comparison.steps else "repeated"
+            parts.append(f"{which} steps are not compared: {reason}")
+        if not parts:
+            return
+        line = f"resumed at step {self.step:,}: {'; '.join(parts)}"
+        self.log.note(resume=line)  # for status.json
+        if comparison.differs:
+            self.log.warn(f"{line}; {CAUSES}", event="resume differs")
+        else:
+            self.log.say(line)
