@@ -102,7 +102,7 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
 
 def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    status, screen = on_terminal(script, "test\n", "\n", "4\n", "2\n", "\x03")
+    _, screen = on_terminal(script, "test\n", "\n", "4\n", "2\n", "\x03")
     assert "GPUs found: 3\nnproc [3]: 4\n  found 4;" in screen
     assert "torchrun --standalone --nproc_per_node=2 " in screen
 
@@ -110,7 +110,9 @@ def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
 def test_without_data_the_standard_library_is_prepared_and_ctrl_d_starts_nothing(script):
     shutil.rmtree("data")
     status, screen = on_terminal(script, "\n", "\n", "\x04")
-    assert status == 1 and "data [data/stdlib]: \nprepares --source stdlib --tokenizer bytes --out data/stdlib" in screen
+    assert (
+        status == 1 and "data [data/stdlib]: \nprepares --source stdlib --tokenizer bytes --out data/stdlib" in screen
+    )
     assert not Path("checkpoints").exists()
     status, screen = on_terminal(script, "\x04")
     assert status == 1 and screen.endswith("nothing was started\n")
