@@ -1,11 +1,11 @@
-"""Statistics and samples of token shards, and the rows that a step of a run trained on.
+"""Sizes and samples of token shards, and the rows that a step of a run trained on.
 
-python look.py data/edu_fineweb10B                    # size, documents, duplicates, some rows as text
+python look.py data/edu_fineweb10B                    # sizes, and some rows as text
 python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024     # shards of another project
 python look.py --checkpoint_dir checkpoints --step 48213 --by loss                   # worst rows first
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -21,16 +21,13 @@ from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan, trained_with
 from steadygpt.convert.weights import ModelOptions, load_model
 from steadygpt.data.shards import Shard, ShardSet, shard_files
-from steadygpt.data.survey import Survey, read_tokens, repeated, survey_split
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
 from steadygpt.run.data import recorded_sources, tokenizer_of
 from steadygpt.run.starts import phase_of
 
-BAR_WIDTH = 50  # characters of the longest bar
-NAMED_DUPLICATES = 5
-NAME_TOKENS, NAME_WIDTH = 32, 60  # of a duplicate's beginning: tokens read, characters shown
+BLOCK_TOKENS = 2**22  # tokens in memory at once
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,13 @@ def visible(ids: Sequence[int], tokenizer: Tokenizer) -> str:
             parts.append(_safe(b"".join(tokenizer.bytes_of[i] for i in run)))
             continue
         for i in run:
-            is_edge = i == tokenizer.document_id
-            name = "document" if is_edge else _safe(tokenizer.bytes_of.get(i, b"id %d" % i))
-            parts.append("\n" * (is_edge and bool(parts)) + f"⟨{name}⟩")
+            if i != tokenizer.document_id:
+                name = _safe(tokenizer.bytes_of.get(i, b"id %d" % i))
+                parts.append(f"⟨{name}⟩")
+                continue
+            if parts:
+                parts.append("\n")
+            parts.append("⟨document⟩")
     return "".join(parts)
 
 
@@ -73,80 +74,62 @@ def _safe(text: bytes) -> str:
 # a folder of shards
 
 
-def sizes(splits: dict[str, list[Shard]], surveys: Sequence[Survey], num_bytes: np.ndarray) -> Iterator[str]:
-    """Yield a line for each split and for their total; documents come last."""
-    rows = {
-        split: np.array([len(shards), counts.sum(), counts @ num_bytes, len(lengths), np.sum(lengths == 0)])
-        for (split, shards), (counts, _, lengths, _) in zip(splits.items(), surveys, strict=True)
-    }
-    yield f"{'':<7}{'files':>8}{'tokens':>17}{'bytes/token':>14}{'documents':>14}{'empty':>12}"
-    for name, (files, tokens, size, documents, empty) in (rows | {"total": np.sum([*rows.values()], axis=0)}).items():
-        yield f"{name:<7}{files:>8,}{tokens:>17,}{size / max(1, tokens):>14.2f}{documents:>14,}{empty:>12,}"
+def count_split(shards: Sequence[Shard], tokenizer: Tokenizer, advance: Callable[[int], object]) -> np.ndarray:
+    """Return how often each id occurs in the shards of a split, (n_vocab,) int64.
+
+    Args:
+        shards: their ids are in the vocabulary, which ShardSet.check verifies.
+        advance: is called with the number of tokens of each block.
+    """
+    counts = np.zeros(tokenizer.n_vocab, np.int64)
+    for shard in shards:
+        for offset in range(0, shard.num_tokens, BLOCK_TOKENS):
+            block = shard.tokens()[offset : offset + BLOCK_TOKENS]
+            counts += np.bincount(block, minlength=len(counts))
+            advance(len(block))
+    return counts
 
 
-def histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Yield a line for each power of two from the least to the largest of the lengths (n,)."""
-    powers = np.frexp(lengths)[1]  # 0 for length 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7
-    counts = np.bincount(powers)
-    for power in range(powers.min(), len(counts)):
-        low, high, count = 2**power // 2, max(0, 2**power - 1), int(counts[power])
-        span = f"{low:,} to {high:,}" if low < high else f"{low}"
-        bar = "#" * round(BAR_WIDTH * count / counts.max())
-        yield f"{span:>27}{count:>14,}{count / len(lengths):>8.1%}  {bar}".rstrip()
+def size_line(name: str, files: int, counts: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the line of a split or of their total, with how often each id occurs in it (n_vocab,)."""
+    tokens = counts.sum()
+    bytes_per_token = counts @ tokenizer.num_bytes / max(1, tokens)
+    return f"{name:<7}{files:>8,}{tokens:>17,}{bytes_per_token:>14.2f}{counts[tokenizer.document_id]:>18,}"
 
 
-def duplicates(splits: dict[str, list[Shard]], surveys: Sequence[Survey], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield how many documents occur more than once, in a split or in both, and the beginnings of the largest."""
-    surveys = repeated(surveys)  # without the many documents that occur once, what follows takes little memory
-    _, starts, lengths, digests = map(np.concatenate, zip(*surveys, strict=True))
-    different, first = np.unique(digests, return_index=True)
-    starts, lengths = starts[first], lengths[first]
-    which = [np.searchsorted(different, survey.digests) for survey in surveys]
-    copies = np.stack([np.bincount(indices, minlength=len(different)) for indices in which])  # (splits, different)
-    counts = {f"repeated in {split}": (i, (copies[i] - 1).clip(0)) for i, split in enumerate(splits)}
-    if len(splits) > 1:
-        counts["in val, also in train"] = 1, copies[1] * (copies[0] > 0)
-    for what, (i, count) in counts.items():
-        yield f"{what:>27}{count.sum():>14,}{count @ lengths / max(1, surveys[i].counts.sum()):>8.1%}"
-    extra_tokens = (copies.sum(0) - 1).clip(0) * lengths
-    for i in extra_tokens.argsort()[::-1][: min(NAMED_DUPLICATES, np.count_nonzero(extra_tokens))]:
-        shards = [*splits.values()][np.argmax(copies[:, i] > 0)]  # where its first copy is
-        ids = read_tokens(shards, int(starts[i]), min(NAME_TOKENS, int(lengths[i])))
-        text = " ".join(visible(ids.tolist(), tokenizer).split())[:NAME_WIDTH]
-        where = ", ".join(f"{count:,} in {split}" for split, count in zip(splits, copies[:, i], strict=True))
-        yield f"  {where}, {lengths[i]:,} tokens each: {text}"
+def read_tokens(shards: Sequence[Shard], start: int, count: int) -> np.ndarray:
+    """Return the ids from a position of a split on, at most `count`, (n,)."""
+    parts = []
+    for shard in shards:
+        parts.append(shard.tokens()[max(0, start) : max(0, start + count)])
+        start -= shard.num_tokens
+    return np.concatenate(parts)
 
 
 def look_at_folder(options: LookOptions) -> None:
+    """Print the sizes of the splits of a folder, and random rows of its train split."""
     folder = Path(options.folder)
     names = ["train", "val"] if shard_files(folder, "val") else ["train"]
     sets = [ShardSet.find(split, options.folder, split) for split in names]
     record, _ = tokenizer_of(sets, options.tokenizer, saved=None)
     tokenizer = load_tokenizer(record, folder)
-    sets = [found.for_vocab(tokenizer.n_vocab) for found in sets]
-    for found in sets:
-        found.check(tokenizer.n_vocab)
-    splits = {found.split: found.shards for found in sets}
-    total = sum(shard.num_tokens for shards in splits.values() for shard in shards)
+    sets = [shard_set.for_vocab(tokenizer.n_vocab) for shard_set in sets]
+    for shard_set in sets:
+        shard_set.check(tokenizer.n_vocab)
+    total = sum(shard.num_tokens for shard_set in sets for shard in shard_set.shards)
     with ProgressBar(desc="reading", total=total, unit=" tokens", delay=3) as bar:
-        surveys = [survey_split(shards, tokenizer, bar.update) for shards in splits.values()]
-    has_edges = any(survey.counts[tokenizer.document_id] for survey in surveys)
+        counts = [count_split(shard_set.shards, tokenizer, bar.update) for shard_set in sets]
     token = f"{tokenizer.document_token} (id {tokenizer.document_id})"
-    about = f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}"
-    print(printable(about), end="\n\n")
-    for line in sizes(splits, surveys, tokenizer.num_bytes):
-        print(line if has_edges else line[:46])
-    if has_edges:
-        lengths = np.concatenate([survey.lengths for survey in surveys])
-        shortest, median, longest = lengths.min(), np.median(lengths), lengths.max()
-        print(f"\ntokens per document: shortest {shortest:,}, median {median:,.0f}, longest {longest:,}")
-        print(*histogram(lengths), "\nexact duplicates, and their share of the split:", sep="\n")
-        print(*duplicates(splits, surveys, tokenizer), sep="\n")
-    else:
-        print("\nno document token occurs, so documents and duplicates are unknown")
-    last = sum(shard.num_tokens for shard in splits["train"]) - options.context_length
+    print(printable(f"{folder}: tokenizer {record.tokenizer}, {tokenizer.n_vocab:,} ids, document token {token}"))
+    print(f"\n{'':<7}{'files':>8}{'tokens':>17}{'bytes/token':>14}{'document tokens':>18}")
+    for shard_set, split_counts in zip(sets, counts, strict=True):
+        print(size_line(shard_set.split, len(shard_set.shards), split_counts, tokenizer))
+    files = sum(len(shard_set.shards) for shard_set in sets)
+    print(size_line("total", files, np.sum(counts, axis=0), tokenizer))
+    train = sets[0].shards
+    last = sum(shard.num_tokens for shard in train) - options.context_length
     for start in np.random.default_rng(options.seed).integers(0, max(0, last) + 1, options.rows).tolist():
-        ids = read_tokens(splits["train"], start, options.context_length)
+        ids = read_tokens(train, start, options.context_length)
         print(f"\n--- train, {len(ids):,} tokens from {start:,} on\n{visible(ids.tolist(), tokenizer)}")
 
 

@@ -1,7 +1,62 @@
 #!/usr/bin/env bash
-# Ask for model and data, print the command and its plan, train, and show the monitor:
-#     ./start_training.sh [--yes] [flags of train.py]
-# Enter accepts the answer in brackets, --yes accepts all. NPROC=2 sets the number of processes.
+# Start training in the background and show the monitor: ./start_training.sh [flags of train.py]
+# Without flags, on a terminal, it asks for preset, data and GPUs. NPROC=2 sets the number of processes.
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/nproc.sh"
-GPUS=$gpus exec python "$repo/scripts/start_training.py" "$@"
+
+choose() {  # VARIABLE DEFAULT CHOICES: ask for one of the lines "NAME: DESCRIPTION" by name or number; set the variable
+    while read -r -p "$1 [$2]: " typed; do
+        answer=$(awk -F ': ' -v typed="${typed:-$2}" '$1 == typed || NR == typed { print $1; exit }' <<< "$3")
+        [ -n "$answer" ] && printf -v "$1" %s "$answer" && return
+        printf '  found %q; expected an entry of the list, or its number from 1 to %d\n' "$typed" "$(wc -l <<< "$3")"
+    done
+    printf '\nnothing was started\n'; exit 1  # Ctrl-D
+}
+
+if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
+    presets=$(cd "$repo/configs" && grep '^description' *.toml | sed 's/\.toml:.*= "\(.*\)"/: \1/')
+    printf 'Presets:\n%s\n' "$(cat -n <<< "$presets")"
+    choose preset "$([ "$gpus" -gt 0 ] && echo gpt2 || echo quickstart)" "$presets"
+    folders=$(ls data/{,*/}*train*.{npy,bin} 2>/dev/null | sed 's|/[^/]*$||' | sort -u || true)
+    folders=${folders:-"data/stdlib: Python's standard library, 12 MB of text, prepared now, in seconds"}
+    printf '\nData (python prepare_dataset.py prepares more):\n%s\n' "$(cat -n <<< "$folders")"
+    default=$(sed -n 's/^data_dir = "\(.*\)"/\1/p' "$repo/configs/$preset.toml")
+    grep -qx "${default:=data/edu_fineweb10B}" <<< "$folders" || default=${folders%%[:$'\n']*}
+    choose data "$default" "$folders"
+    [ -e "$data" ] || python "$repo/prepare_dataset.py" --source stdlib --tokenizer bytes --out "$data"
+    printf '\nGPUs found: %d\n' "$gpus"
+    [ "$gpus" -lt 2 ] || choose nproc "$nproc" "$(seq "$gpus")"
+    name=$preset number=1
+    while [ -e "checkpoints/$name" ] || [ -e "logs/$name" ]; do name=$preset-$((number += 1)); done
+    set -- --checkpoint_dir "checkpoints/$name" --logdir "logs/$name" --use_tensorboard
+    set -- --config "$preset" --data_dir "$data" "$@"
+fi
+command=(python "$repo/train.py" "$@")
+[ "$nproc" -gt 1 ] && command=(torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" "$@")
+case " $* " in *" -h "* | *" --help "* | *" --version "* | *" --dry"?run*) exec "${command[@]}" ;; esac
+folder=$(PYTHONPATH=$repo python -c 'import sys, steadygpt.base.options as options, steadygpt.config as config
+options.run_cli(lambda: print(config.parse_args(sys.argv[1:])[0].checkpoint_dir))' "$@")
+printf '\n+%s\n' "$(printf ' %q' "${command[@]}")"
+"${command[@]}" --dry_run
+[ -z "${preset:-}" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: "
+mkdir -p "$folder"
+exec 3<> "$folder/console.txt"
+cat <&3 > /dev/null  # skip what earlier starts printed
+before=$(cat "$folder/status.json" 2>/dev/null || true)
+trap 'interrupted=1' INT  # Ctrl-C ends this script or the monitor; training has a process group of its own
+set -m; nohup "${command[@]}" < /dev/null >> "$folder/console.txt" 2>&1 3<&- & set +m
+while sleep 0.2; cat <&3; [ -z "${interrupted:-}" ] && kill -0 $! 2>/dev/null; do
+    case $(cat "$folder/status.json" 2>/dev/null || true) in
+        "$before" | *'"doing": "starting"'*) ;;
+        *'"status": "running"'*) "$repo/monitor_training.sh" "$folder" || true; break ;;
+    esac
+done
+if kill -0 $! 2>/dev/null; then
+    printf '\ntraining continues as process %d; its output: %s\n' $! "$folder/console.txt"
+    printf '  watch it: %q %q     stop and save: kill -INT %d\n' "$repo/monitor_training.sh" "$folder" $!
+    exit
+fi
+cat <&3
+wait $! && status=0 || status=$?
+printf '\ntraining has ended with status %d; its output: %s\n' $status "$folder/console.txt"
+exit $status

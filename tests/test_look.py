@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 import tiktoken
 from conftest import TINY, load, metrics, run_here, write_data
-from test_survey import BEGIN, ids_of
 from test_tokenizer_json import byte_tokenizer
 
 import train
 from dataloader import BatchLoader
-from look import find_step, main, visible
+from look import count_split, find_step, main, visible
 from steadygpt.base.options import UserError
-from steadygpt.data.shards import write_shard
+from steadygpt.data.shards import ShardSet, write_shard
 from steadygpt.data.tokenizer import Tokenizer, get_tokenizer
 
-ONCE, TWICE, BOTH = "Once upon a time.", "This text stands here twice.", "This one is also in val."
-TRAIN = ids_of(ONCE, TWICE, "", BOTH, TWICE)
+BEGIN = get_tokenizer("bytes").document_id
+
+
+def ids_of(*texts: str) -> list[int]:
+    """Return the ids of a split with these documents."""
+    return [i for text in texts for i in (BEGIN, *text.encode())]
+
+
+BOTH, TWICE = "This one is also in val.", "This text stands here twice."
+TRAIN = ids_of("Once upon a time.", TWICE, "", BOTH, TWICE)
 
 
 def write(folder: Path, has_manifest: bool = True, **splits: list[list[int]]) -> Path:
@@ -50,59 +57,41 @@ def look(tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_is_described(look, tmp_path):
-    cut = 30  # in the first copy of TWICE
-    write(tmp_path / "data", train=[TRAIN[:cut], TRAIN[cut:]], val=[ids_of(BOTH, "New.", BOTH, "New.")])
+    write(tmp_path / "data", train=[TRAIN[:30], TRAIN[30:]], val=[ids_of(BOTH, "New.", BOTH, "New.")])
     assert look("data", "--rows", "0") == [
         "data: tokenizer bytes, 257 ids, document token <|endoftext|> (id 256)",
         "",
-        "          files           tokens   bytes/token     documents       empty",
-        "train         2              102          0.95             5           1",
-        "val           1               60          0.93             4           0",
-        "total         3              162          0.94             9           1",
-        "",
-        "tokens per document: shortest 0, median 24, longest 28",
-        "                          0             1   11.1%  ########",
-        "                          1             0    0.0%",
-        "                     2 to 3             0    0.0%",
-        "                     4 to 7             2   22.2%  #################",
-        "                    8 to 15             0    0.0%",
-        "                   16 to 31             6   66.7%  ##################################################",
-        "",
-        "exact duplicates, and their share of the split:",
-        "          repeated in train             1   27.5%",
-        "            repeated in val             2   46.7%",
-        "      in val, also in train             2   80.0%",
-        "  1 in train, 2 in val, 24 tokens each: This one is also in val.",
-        "  2 in train, 0 in val, 28 tokens each: This text stands here twice.",
-        "  0 in train, 2 in val, 4 tokens each: New.",
+        "          files           tokens   bytes/token   document tokens",
+        "train         2              102          0.95                 5",
+        "val           1               60          0.93                 4",
+        "total         3              162          0.94                 9",
     ]
 
 
-def test_a_split_may_begin_inside_a_document(look, tmp_path):
-    write(tmp_path / "data", train=[[*b"the end", *ids_of("a", "b")]], val=[ids_of("Begin of")])
-    lines = look("data", "--rows", "0")
-    assert "train         1               11          0.82             3           0" in lines
-    assert "          repeated in train             0    0.0%" in lines
+def test_a_split_larger_than_memory_is_read_in_blocks(tmp_path, monkeypatch):
+    folder = write(tmp_path / "data", train=[ids_of("x" * 99), ids_of("y")])
+    monkeypatch.setattr("look.BLOCK_TOKENS", 10)
+    blocks = []
+    shards = ShardSet.find("train", str(folder), "train").shards
+    counts = count_split(shards, get_tokenizer("bytes"), blocks.append)
+    assert (counts[ord("x")], counts[ord("y")], counts[BEGIN]) == (99, 1, 2)
+    assert blocks == [10] * 10 + [2]
 
 
-def test_shards_without_document_tokens_have_no_documents(look, tmp_path):
+def test_shards_of_nanogpt_need_only_a_tokenizer(look, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.bin").write_bytes(
         np.frombuffer(b"To be or not to be", np.uint8).astype("<u2").tobytes()
     )
     lines = look("data", "--tokenizer", "bytes", "--context_length", "5", "--rows", "1")
-    assert lines[:7] == [
-        "data: tokenizer bytes, 257 ids, document token <|endoftext|> (id 256)",
-        "",
-        "          files           tokens   bytes/token",
-        "train         1               18          1.00",
-        "total         1               18          1.00",
-        "",
-        "no document token occurs, so documents and duplicates are unknown",
+    assert lines[2:5] == [
+        "          files           tokens   bytes/token   document tokens",
+        "train         1               18          1.00                 0",
+        "total         1               18          1.00                 0",
     ]
-    assert lines[8].startswith("--- train, 5 tokens from ")
-    assert len(lines[9]) == 5 and lines[9] in "To be or not to be"
-    assert len(lines) == 10
+    assert lines[6].startswith("--- train, 5 tokens from ")
+    assert len(lines[7]) == 5 and lines[7] in "To be or not to be"
+    assert len(lines) == 8
 
 
 def test_without_a_manifest_the_tokenizer_is_gpt2_as_in_training(look, tmp_path):

@@ -1,222 +1,148 @@
-"""./start_training.sh: its questions, the command that follows from the answers, and training in the background."""
+"""./start_training.sh: its questions, the plan, training in the background, and the monitor."""
 
-import io
-import json
 import os
 import pty
 import re
-import shlex
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import REPO, TINY, write_data
 
-sys.path.append(str(REPO / "scripts"))
-
-import start_training
-
-from steadygpt.base.options import UserError
-from steadygpt.config import PRESETS, TrainConfig, parse_args
-from steadygpt.run.identity import write_run
-
-
-class Typed(io.StringIO):
-    """A terminal at which these lines are typed; then Ctrl-D."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-class Session:
-    """A machine without a GPU, with data in data/. Commands are noted, and return `status`; training is noted too."""
-
-    status, stderr = 0, ""
-
-    def __init__(self, monkeypatch):
-        self.monkeypatch, self.ran, self.started = monkeypatch, [], []
-        monkeypatch.setattr(start_training, "GPUS", 0)
-        monkeypatch.delenv("NPROC", raising=False)
-        monkeypatch.setattr(subprocess, "run", self.run)
-        monkeypatch.setattr(start_training, "train_and_watch", lambda *arguments: self.started.append(arguments) or 0)
-
-    def run(self, words, **_):
-        self.ran.append(words)
-        return subprocess.CompletedProcess(words, self.status, stderr=self.stderr)
-
-    def type(self, *answers: str) -> None:
-        self.monkeypatch.setattr(sys, "stdin", Typed("".join(f"{answer}\n" for answer in answers)))
-
-
-@pytest.fixture
-def session(workdir, monkeypatch) -> Session:
-    return Session(monkeypatch)
-
-
-def test_dialogue_in_a_terminal_ends_in_the_plan_of_the_printed_command(workdir):
-    """A wrong answer, a preset by number, and Enter to all other questions."""
-    terminal, stdin = pty.openpty()
-    os.write(terminal, b"99\n1\n\n")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": ""}
-    words, flags = [REPO / "start_training.sh"], [*TINY, "--dry_run"]
-    done = subprocess.run([*words, *flags], stdin=stdin, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "found '99'; expected a number from 1 to 13, or a name" in done.stdout
-    folders = "--data_dir=data --checkpoint_dir=checkpoints/test --logdir=logs/test"
-    (printed,) = re.findall(r"^\S*python\S* .*train\.py .*$", done.stdout, re.MULTILINE)
-    assert shlex.split(printed)[2:] == [*f"--config test {folders} --use_tensorboard=on".split(), *flags]
-    assert re.search(r"^steps +8, each of 64 tokens", done.stdout, re.MULTILINE)
-
-
-def test_printed_command_is_the_one_that_runs(session, capsys):
-    session.type("test", "", "")
-    assert start_training.main(["--run_name", "it's", "--checkpoint_dir", "my runs/first"]) == 0
-    [(words, folder, console)] = session.started
-    assert f"\n{shlex.join(words)}\n" in capsys.readouterr().out
-    assert session.ran == [[*words, "--dry_run"]]
-    assert "--logdir=logs/first --use_tensorboard=on --run_name" in shlex.join(words)
-    assert (folder, console) == (Path("my runs/first"), Path("logs/first/console.txt"))
-
-
-def test_presets_are_listed_from_the_smallest_to_the_largest():
-    found = start_training.presets()
-    assert found.keys() == {path.stem for path in PRESETS.glob("*.toml")}
-    assert [*found][2] == "gpt2" and [*found][-1] == "gpt2-xl"
-    assert found["gpt2"] == "GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB"
-
-
-@pytest.mark.parametrize(("given", "answers", "found"), [
-    ("--config test --data_dir data --checkpoint_dir c --no_use_tensorboard", [],
-     "--logdir=logs/c --config test --data_dir data --checkpoint_dir c --no_use_tensorboard"),
-    ("--resume best", [], "--resume best"),
-    ("--config test", [""], "--data_dir=data --checkpoint_dir=checkpoints/test-3 --logdir=logs/test-3 "
-     "--use_tensorboard=on --config test"),
-])  # fmt: skip
-def test_flags_answer_their_questions_and_a_new_run_gets_folders_without_another_run(session, given, answers, found):
-    Path("checkpoints/test").mkdir(parents=True)
-    Path("logs/test-2").mkdir(parents=True)
-    session.type(*answers)
-    assert shlex.join(start_training.flags_of_run(given.split())) == found
-
-
-def test_a_resumed_run_asks_nothing_and_its_output_goes_to_its_own_logs(session):
-    Path("checkpoints").mkdir()
-    write_run(Path("checkpoints"), "a" * 16, TrainConfig(logdir="/elsewhere/logs"))
-    session.type("")
-    assert start_training.main(["--resume"]) == 0
-    assert session.started[0][2] == Path("/elsewhere/logs/console.txt")
-
-
-def test_yes_accepts_every_default(session, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(UserError, match="no terminal to ask questions on; add --yes"):
-        start_training.main([])
-    assert start_training.main(["--yes"]) == 0
-    assert "number or name [quickstart]: quickstart\n" in capsys.readouterr().out
-    [(words, _, _)] = session.started
-    assert "--config quickstart --data_dir=data --checkpoint_dir=checkpoints/quickstart" in shlex.join(words)
-
-
-def test_data_is_found_with_its_tokens(session, capsys):
-    write_data(Path("data/more"))
-    write_data(Path("data/interrupted"))
-    manifest = Path("data/interrupted/manifest.json")
-    manifest.write_text(manifest.read_text().replace("true", "false"))
-    session.type("2")
-    assert start_training.choose_data("data/stdlib") == "data/more"
-    shown = capsys.readouterr().out
-    assert "  2  data/more  1,200 training tokens (bytes)" in shown
-    assert "skipped data/interrupted: its preparation was interrupted" in shown
-
-
-def test_without_data_the_standard_library_is_offered(session, monkeypatch, capsys):
-    monkeypatch.chdir("data")
-    session.type("", "", "n")
-    assert start_training.choose_data("data/edu_fineweb10B") == "data/stdlib"
-    prepare = f"{REPO / 'prepare_dataset.py'} --source stdlib --tokenizer bytes --out data/stdlib"
-    assert shlex.join(session.ran[0][1:]) == prepare
-    session.status = 1
-    for status in (1, "nothing was started"):  # the preparation fails; it is not wanted
-        with pytest.raises(SystemExit) as ended:
-            start_training.choose_data("data/edu_fineweb10B")
-        assert ended.value.code == status
-    assert "To prepare FineWeb-Edu 10B (24 GB of disk): /" in capsys.readouterr().out
-    assert len(session.ran) == 2
-
-
-@pytest.mark.parametrize(("gpus", "nproc", "flags", "processes"), [
-    (0, "", [], 0), (4, "", [], 4), (4, "", ["--device", "cpu"], 0), (4, "2", [], 2), (4, "1", [], 0),
-])  # fmt: skip
-def test_processes(session, monkeypatch, gpus, nproc, flags, processes):
-    monkeypatch.setattr(start_training, "GPUS", gpus)
-    if nproc:
-        monkeypatch.setenv("NPROC", nproc)
-    program, *words = start_training.command_of(parse_args(flags)[0], ["-v"])
-    expected = ["--standalone", f"--nproc_per_node={processes}"] if processes else []
-    assert Path(program).name == ("torchrun" if processes else Path(sys.executable).name)
-    assert words == [*expected, str(REPO / "train.py"), "-v"]
-
-
-@pytest.mark.parametrize("answers", [(), ("test", "", "n")])
-def test_nothing_starts_after_ctrl_d_or_a_no(answers, session):
-    session.type(*answers)
-    with pytest.raises(SystemExit, match="nothing was started"):
-        start_training.main([])
-    assert not session.started
-
-
-def test_a_plan_that_fails_prints_the_error_and_starts_nothing(session, capsys):
-    session.status, session.stderr = 2, "W1123 torchrun: a warning\nerror: 3 rows; expected 2\nTraceback of torchrun\n"
-    session.type("", "")
-    assert start_training.main(["--config", "test"]) == 2
-    assert capsys.readouterr().err == "error: 3 rows; expected 2\n"
-    assert not session.started
-
-
-TRAINS = """
-import pathlib, time
-status = pathlib.Path("checkpoints/status.json")
-status.parent.mkdir()
+MONITOR = "import sys, pathlib; pathlib.Path('monitor').write_text(sys.argv[1])"
+STATUS = '{"updated_at": %f, "status": "running", "doing": "%s"}'
+# In place of train.py: starts, trains until it is interrupted, or ends at once.
+TRAIN = f"""
+import pathlib, sys, time
+if "--dry_run" in sys.argv:
+    sys.exit(print("the plan"))
+print("output of", *sys.argv[1:], flush=True)
+if "--seed=1" in sys.argv:
+    sys.exit("error: no disk")
+folder = pathlib.Path([word for word in sys.argv if word.startswith("checkpoints/") or word == "run"][0])
 try:
     for doing in ("starting", "training"):
-        status.write_text('{"status": "running", "doing": "' + doing + '"}')
+        (folder / "status.json").write_text('{STATUS}' % (time.time(), doing))
         time.sleep(0.5)
     time.sleep(60)
 except KeyboardInterrupt:
     print("stopped")
 """
-SHOWS = """
-import os, pathlib, signal, sys, time
-os.kill(os.getppid(), signal.SIGINT)
-time.sleep(0.5)
-pathlib.Path("ended").write_text(pathlib.Path(sys.argv[1], "status.json").read_text())
-"""
 
 
-def test_training_outlives_ctrl_c_in_the_monitor_and_stops_at_a_signal_of_its_own(workdir, monkeypatch, capsys):
-    """The terminal sends Ctrl-C to this process and to the monitor, which opens after the first step."""
-    Path("monitor.py").write_text(SHOWS)
-    monkeypatch.setattr(start_training, "MONITOR", Path("monitor.py"))
-    words = [sys.executable, "-c", TRAINS]
-    assert start_training.train_and_watch(words, Path("checkpoints"), Path("logs/console.txt")) == 0
-    assert json.loads(Path("ended").read_text())["doing"] == "training"
-    last = capsys.readouterr().out
-    process = int(re.search(r"training continues as process (\d+); its output: logs/console.txt", last)[1])
-    assert f"kill -INT {process}" in last and os.getsid(process) == process
+@pytest.fixture
+def script(workdir, monkeypatch) -> Path:
+    """Return start_training.sh in a copy of the repository, with TRAIN and MONITOR as its programs."""
+    repo = workdir / "repo"
+    (repo / "scripts").mkdir(parents=True)
+    for name in ("start_training.sh", "monitor_training.sh", "nproc.sh"):
+        shutil.copy(REPO / "scripts" / name, repo / "scripts")
+    (repo / "monitor_training.sh").symlink_to("scripts/monitor_training.sh")
+    (repo / "configs").symlink_to(REPO / "configs")
+    (repo / "steadygpt").symlink_to(REPO / "steadygpt")
+    (repo / "train.py").write_text(TRAIN)
+    (repo / "prepare_dataset.py").write_text("import sys; print('prepares', *sys.argv[1:])")
+    (repo / "scripts/monitor_training.py").write_text(MONITOR)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("NPROC", raising=False)
+    return repo / "scripts/start_training.sh"
+
+
+def on_terminal(script: Path, *answers: str) -> tuple[int, str]:
+    """Run the script without flags on a terminal, type a line at each question, and return status and screen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(script, [script])
+    screen, questions, deadline = "", 0, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not select.select([terminal], [], [], 0.1)[0]:
+            continue
+        try:
+            screen += os.read(terminal, 4096).decode()
+        except OSError:  # the script has ended
+            break
+        asked = len(re.findall(r"\[\S+\]: |to cancel: ", screen))
+        for answer in answers[questions:asked]:
+            os.write(terminal, answer.encode())
+        questions = asked
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), screen.replace("\r\n", "\n")
+
+
+def stop(screen: str) -> int:
+    """Stop the training that the script has left running, and return its process."""
+    process = int(re.search(r"kill -INT (\d+)", screen)[1])
     os.kill(process, signal.SIGINT)
-    assert os.waitpid(process, 0)[1] == 0
-    assert Path("logs/console.txt").read_text() == "stopped\n"
+    return process
 
 
-def test_training_that_dies_at_its_start_shows_its_last_lines_and_no_monitor(workdir, monkeypatch, capsys):
-    """Also beside the status and the output of an earlier start, which was killed."""
-    monkeypatch.setattr(start_training, "MONITOR", workdir / "missing.py")
-    Path("status.json").write_text('{"status": "running", "doing": "training"}')
-    Path("console.txt").write_text("of an earlier start\n")
-    dies = [sys.executable, "-c", "import time; print('step 0'); time.sleep(0.5); exit('error: no disk')"]
-    assert start_training.train_and_watch(dies, workdir, Path("console.txt")) == 1
-    shown = capsys.readouterr().out
-    assert "step 0" in shown and "error: no disk" in shown
-    assert "training has ended with status 1" in shown and "of an earlier start" not in shown
+def test_answers_become_the_flags_of_training_in_the_background(script):
+    """A wrong answer, a preset by name, data by number; folders of another run are not used."""
+    write_data(Path("data/more"))
+    Path("checkpoints/test").mkdir(parents=True)
+    Path("logs/test-2").mkdir(parents=True)
+    status, screen = on_terminal(script, "99\n", "test\n", "2\n", "\n")
+    assert status == 0, screen
+    assert "6\tgpt2: GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB\n" in screen
+    assert "preset [quickstart]: 99\n  found 99; expected an entry of the list, or its number from 1 to 13" in screen
+    folders = "--checkpoint_dir checkpoints/test-3 --logdir logs/test-3"
+    flags = f"--config test --data_dir data/more {folders} --use_tensorboard"
+    assert f"train.py {flags}\nthe plan\n" in screen and f"output of {flags}\n" in screen
+    assert Path("monitor").read_text() == "checkpoints/test-3"
+    process = stop(screen)
+    assert os.getpgid(process) == process  # so Ctrl-C in the monitor does not reach it
+    while "stopped" not in Path("checkpoints/test-3/console.txt").read_text():
+        time.sleep(0.05)
+
+
+def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    _, screen = on_terminal(script, "test\n", "\n", "4\n", "2\n", "\x03")
+    assert "GPUs found: 3\nnproc [3]: 4\n  found 4;" in screen
+    assert "torchrun --standalone --nproc_per_node=2 " in screen
+
+
+def test_without_data_the_standard_library_is_prepared_and_ctrl_d_starts_nothing(script):
+    shutil.rmtree("data")
+    status, screen = on_terminal(script, "\n", "\n", "\x04")
+    assert (
+        status == 1 and "data [data/stdlib]: \nprepares --source stdlib --tokenizer bytes --out data/stdlib" in screen
+    )
+    assert not Path("checkpoints").exists()
+    status, screen = on_terminal(script, "\x04")
+    assert status == 1 and screen.endswith("nothing was started\n")
+
+
+def run(script: Path, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([script, *flags], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+
+
+def test_flags_ask_nothing_and_a_wrong_one_starts_nothing(script):
+    done = run(script, "--checkpoint_dir", "run", "--nope")
+    assert (done.returncode, done.stderr) == (2, "error: unknown argument '--nope'; see --help\n")
+    assert not Path("run").exists()
+    done = run(script, "--checkpoint_dir", "run", "--run_name", "it's")
+    assert done.returncode == 0 and r"train.py --checkpoint_dir run --run_name it\'s" in done.stdout
+    stop(done.stdout)
+
+
+def test_a_run_that_ends_at_its_start_shows_its_output_and_its_status(script):
+    """Beside the status and the output of an earlier start, which was killed."""
+    Path("run").mkdir()
+    Path("run/status.json").write_text(STATUS % (0, "training"))
+    Path("run/console.txt").write_text("of an earlier start\n")
+    done = run(script, "--checkpoint_dir", "run", "--seed=1")
+    assert done.returncode == 1 and not Path("monitor").exists()
+    assert "error: no disk\n\ntraining has ended with status 1; its output: run/console.txt" in done.stdout
+    assert "of an earlier start" not in done.stdout
+    assert Path("run/console.txt").read_text().startswith("of an earlier start\noutput of")
+
+
+def test_a_plan_of_the_real_trainer(workdir):
+    done = run(REPO / "start_training.sh", *TINY, "--dry_run")
+    assert done.returncode == 0 and re.search(r"^steps +8, each of 64 tokens", done.stdout, re.MULTILINE)
