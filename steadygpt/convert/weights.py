@@ -82,7 +82,7 @@ class ModelOptions:
     device: str = option("auto", "auto (CUDA if available), cpu, cuda or mps")
     precision: str = option(
         "auto",
-        "auto: on a GPU bf16 if supported, else fp16; on a CPU the faster of bf16 and fp32",
+        "auto: bf16 if the device has instructions for it, else fp16 on a GPU, fp32 on a CPU",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
 
