@@ -22,7 +22,7 @@ import torch
 
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import Start, intact_checkpoints, no_checkpoints, scan, trained_with
+from steadygpt.checkpoint.files import BACKUP, LATEST, Start, intact_checkpoints, no_checkpoints, scan, trained_with
 from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import LOG, METRICS, StartLine, read_status, segments
 from steadygpt.machine.device import choose_device
@@ -61,7 +61,8 @@ class ReplayOptions:
 def find_origin(folder: Path, line: StartLine, first: int) -> tuple[Path, Start]:
     """Return the nearest checkpoint before a step that the same start has saved, and what it says of the start."""
     before = [file for file in scan(folder) if file.head and line["start"] <= file.head.step <= first]
-    before.sort(key=lambda file: file.order[1], reverse=True)
+    # Of two names of one step, not the one that the next save of a run in progress replaces.
+    before.sort(key=lambda file: (file.order[1], file.path.name not in (LATEST, BACKUP)), reverse=True)
     for path, checkpoint in intact_checkpoints(before):
         starts = checkpoint["starts"]
         if starts and starts[-1]["id"] == line["id"]:

@@ -59,9 +59,9 @@ def test_a_replay_reads_only_the_checkpoint_that_it_starts_from(workdir, monkeyp
     start, _ = recorded_steps(Path("logs/metrics.jsonl"), 3, 11)
     read, seen = files.read_checkpoint, []
     monkeypatch.setattr(files, "read_checkpoint", lambda path: seen.append(path) or read(path))
-    for step in (3, 7):
+    for step in (3, 12):
         replay.find_origin(Path("checkpoints"), start, step)
-    assert [path.name for path in seen] == ["rolling_step_000002.pt", "rolling_step_000006.pt"]
+    assert [path.name for path in seen] == ["rolling_step_000002.pt", "rolling_step_000012.pt"]
 
 
 def test_validation_sets_share_the_tokens_of_a_validation():
