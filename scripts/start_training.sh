@@ -3,7 +3,7 @@
 # Without flags, on a terminal, it asks for preset, data and GPUs. NPROC=2 sets the number of processes.
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/nproc.sh"
-
+preset='' interrupted=''
 choose() {  # VARIABLE DEFAULT CHOICES: ask for one of the lines "NAME: DESCRIPTION" by name or number; set the variable
     while read -r -p "$1 [$2]: " typed; do
         answer=$(awk -F ': ' -v typed="${typed:-$2}" '$1 == typed || NR == typed { print $1; exit }' <<< "$3")
@@ -12,7 +12,6 @@ choose() {  # VARIABLE DEFAULT CHOICES: ask for one of the lines "NAME: DESCRIPT
     done
     printf '\nnothing was started\n'; exit 1  # Ctrl-D
 }
-
 if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
     presets=$(cd "$repo/configs" && grep '^description' *.toml | sed 's/\.toml:.*= "\(.*\)"/: \1/')
     printf 'Presets:\n%s\n' "$(cat -n <<< "$presets")"
@@ -23,29 +22,29 @@ if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
     default=$(sed -n 's/^data_dir = "\(.*\)"/\1/p' "$repo/configs/$preset.toml")
     grep -qx "${default:=data/edu_fineweb10B}" <<< "$folders" || default=${folders%%[:$'\n']*}
     choose data "$default" "$folders"
-    [ -e "$data" ] || python "$repo/prepare_dataset.py" --source stdlib --tokenizer bytes --out "$data"
+    [ -n "${folders##*: *}" ] || python "$repo/prepare_dataset.py" --source stdlib --tokenizer bytes --out "$data"
     printf '\nGPUs found: %d\n' "$gpus"
     [ "$gpus" -lt 2 ] || choose nproc "$nproc" "$(seq "$gpus")"
     name=$preset number=1
     while [ -e "checkpoints/$name" ] || [ -e "logs/$name" ]; do name=$preset-$((number += 1)); done
-    set -- --checkpoint_dir "checkpoints/$name" --logdir "logs/$name" --use_tensorboard
-    set -- --config "$preset" --data_dir "$data" "$@"
+    set -- --config "$preset" --data_dir "$data" --use_tensorboard
+    set -- "$@" --checkpoint_dir "checkpoints/$name" --logdir "logs/$name"
 fi
 command=(python "$repo/train.py" "$@")
 [ "$nproc" -gt 1 ] && command=(torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" "$@")
 case " $* " in *" -h "* | *" --help "* | *" --version "* | *" --dry"?run*) exec "${command[@]}" ;; esac
 folder=$(PYTHONPATH=$repo python -c 'import sys, steadygpt.base.options as options, steadygpt.config as config
 options.run_cli(lambda: print(config.parse_args(sys.argv[1:])[0].checkpoint_dir))' "$@")
-printf '\n+%s\n' "$(printf ' %q' "${command[@]}")"
+echo "+$(printf ' %q' "${command[@]}")"
 "${command[@]}" --dry_run
-[ -z "${preset:-}" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: "
+[ -z "$preset" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: "
 mkdir -p "$folder"
 exec 3<> "$folder/console.txt"
 cat <&3 > /dev/null  # skip what earlier starts printed
 before=$(cat "$folder/status.json" 2>/dev/null || true)
 trap 'interrupted=1' INT  # Ctrl-C ends this script or the monitor; training has a process group of its own
 set -m; nohup "${command[@]}" < /dev/null >> "$folder/console.txt" 2>&1 3<&- & set +m
-while sleep 0.2; cat <&3; [ -z "${interrupted:-}" ] && kill -0 $! 2>/dev/null; do
+while sleep 0.2; cat <&3; [ -z "$interrupted" ] && kill -0 $! 2>/dev/null; do
     case $(cat "$folder/status.json" 2>/dev/null || true) in
         "$before" | *'"doing": "starting"'*) ;;
         *'"status": "running"'*) "$repo/monitor_training.sh" "$folder" || true; break ;;
@@ -53,10 +52,9 @@ while sleep 0.2; cat <&3; [ -z "${interrupted:-}" ] && kill -0 $! 2>/dev/null; d
 done
 if kill -0 $! 2>/dev/null; then
     printf '\ntraining continues as process %d; its output: %s\n' $! "$folder/console.txt"
-    printf '  watch it: %q %q     stop and save: kill -INT %d\n' "$repo/monitor_training.sh" "$folder" $!
+    printf '  watch it again   %q %q\n  stop and save    kill -INT %d\n' "$repo/monitor_training.sh" "$folder" $!
     exit
 fi
-cat <&3
-wait $! && status=0 || status=$?
-printf '\ntraining has ended with status %d; its output: %s\n' $status "$folder/console.txt"
-exit $status
+cat <&3 | tail -n 100
+trap 'printf "\ntraining has ended with status %d; its output: %s\n" $? "$folder/console.txt"' EXIT
+wait $!  # and exit with its status

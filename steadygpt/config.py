@@ -398,7 +398,7 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
         if name in read_by:
             raise UserError("the file includes itself")
         written = typed(tomllib.loads(path.read_text()), dict[str, VALUE], "its content", "write NAME = VALUE")
-        written.pop("description", "")  # for ./start_training.sh
+        written.pop("description", "")  # which ./start_training.sh shows
         argv = [f"--{option}={value}" for option, value in written.items()]
         preset = _on_preset(read_flags(TrainConfig, argv, ABOUT), (*read_by, name))
     except (ValueError, RecursionError) as error:  # a ValueError: TOML or UTF-8 that is none, or too large a number

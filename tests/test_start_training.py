@@ -91,7 +91,7 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
     assert "6\tgpt2: GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB\n" in screen
     assert "preset [quickstart]: 99\n  found 99; expected an entry of the list, or its number from 1 to 13" in screen
     folders = "--checkpoint_dir checkpoints/test-3 --logdir logs/test-3"
-    flags = f"--config test --data_dir data/more {folders} --use_tensorboard"
+    flags = f"--config test --data_dir data/more --use_tensorboard {folders}"
     assert f"train.py {flags}\nthe plan\n" in screen and f"output of {flags}\n" in screen
     assert Path("monitor").read_text() == "checkpoints/test-3"
     process = stop(screen)
