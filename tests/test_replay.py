@@ -141,14 +141,15 @@ def test_only_recorded_steps_are_compared(replayed):
     assert replayed("--steps", "4:7") == equal(4, 7, count=3)  # 4, 6 and the last one
 
 
-def train_on_ranks(folder: Path) -> int:
+def train_on_ranks(folder: Path, path: str) -> int:
     os.chdir(folder)
+    os.environ["PATH"] = path  # the server of forked processes may be older than the test
     return run_here("--max_steps", "100", *EVERY_2, "--keep_checkpoints", "99")
 
 
 def test_a_run_on_two_ranks_is_replayed_on_two(replayed, workdir):
     need_gpus(2)
-    in_ranks(2, train_on_ranks, workdir)
+    in_ranks(2, train_on_ranks, workdir, os.environ["PATH"])
     assert replayed("--steps", "2:3") == equal(2, 3)
 
 
