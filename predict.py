@@ -8,6 +8,7 @@ Data, recipe, steps and depth are the same in all three runs. At each step that 
 loss is extrapolated along a straight line in log loss and log size.
 """
 
+import errno
 import json
 import math
 import shlex
@@ -23,9 +24,9 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
 from steadygpt.base.typed import read_json
-from steadygpt.checkpoint.files import EVALUATIONS, Evaluations, Start, open_checkpoint, trained_with
+from steadygpt.checkpoint.files import EVALUATIONS, Evaluations, Start, checkpoint_files, open_checkpoint, trained_with
 from steadygpt.config import FIELDS, TrainConfig
-from steadygpt.log.metrics import read_status
+from steadygpt.log.metrics import STATUS, read_status
 from steadygpt.run.expected import Prediction, compared
 from steadygpt.run.starts import difference
 
@@ -77,8 +78,12 @@ def read_run(folder: Path) -> FinishedRun:
 
     Raises: UserError if it has not finished, was resumed with other options, or was not validated at its last step.
     """
+    if not checkpoint_files(folder):
+        raise UserError(f"{folder}: no checkpoints; expected the folder of a finished run")
     _, checkpoint = open_checkpoint("latest", folder)
-    status = read_status(folder).get("status", "unknown")
+    status = read_status(folder).get("status")
+    if status is None:
+        raise UserError(f"{folder / STATUS}: missing or unreadable; expected that of a finished run. Restore the file")
     if status != "finished":
         raise UserError(f"{folder}: the status of the run is {status}; expected finished. Resume it to its end first")
     last_step = checkpoint["step"]
@@ -93,10 +98,10 @@ def read_run(folder: Path) -> FinishedRun:
         if changed:
             raise UserError(f"{folder}: resumed with other options ({changed:.200}); expected the same for all steps")
     file = folder / EVALUATIONS
-    evaluations = read_json(file, Evaluations, "train this run again") if file.exists() else {}
+    evaluations = read_json(file, Evaluations, "restore the file") if file.exists() else {}
     losses = {step: scores["val_loss"] for step, scores in sorted(evaluations.items()) if scores.get("val_loss")}
     if last_step not in losses:
-        raise UserError(f"{folder}: no validation at step {last_step:,}, the last one; train it with --eval_freq")
+        raise UserError(f"{file}: no validation at step {last_step:,}, the last one; train the run with --eval_freq")
     return FinishedRun(folder, config, start["options"], settings[-1], losses)
 
 
@@ -113,6 +118,17 @@ def extrapolate(narrow: dict[int, float], wide: dict[int, float], times: float) 
             gain = min(1.0, loss / narrow[step])
             curve.append((step, loss * gain**times))
     return curve
+
+
+def check_proportions(run: FinishedRun, config: TrainConfig) -> None:
+    """Check that the larger model has the heads, and the options of the width, that a narrower run has."""
+    if config.head_size != run.config.head_size:
+        heads = f"--num_heads {config.embd_size // run.config.head_size}"
+        size = f"a head has {config.head_size} dimensions; expected {run.config.head_size}, as in {run.folder}"
+        raise UserError(f"--num_heads {config.num_heads}: {size}. Try {heads}")
+    for name in ("num_kv_heads", "intermediate_size"):
+        if getattr(run.config, name) and not getattr(config, name):
+            raise UserError(f"{run.folder} has --{name} {getattr(run.config, name)}; give that of the larger model too")
 
 
 def train_command(options: Mapping[str, Any], prediction: str) -> str:
@@ -139,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     width = {name: getattr(options, name) for name in WIDTH}
     config = replace(wide.config, **width)
     config.check_shape()
+    for run in (narrow, wide):
+        check_proportions(run, config)
     sizes = [flops_per_token(narrow.config), flops_per_token(wide.config), flops_per_token(config)]
     if not sizes[0] < sizes[1] < sizes[2]:
         widths = f"{narrow.config.embd_size}, {wide.config.embd_size} and {config.embd_size}"
@@ -156,8 +174,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     content = json.dumps(Prediction(compared(config), curve)._asdict(), indent=1).encode()
     out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(out, lambda file: file.write(content))
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, lambda file: file.write(content))
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another path") from None
     print(f"\nnext: {train_command(wide.asked | width, options.out)}")
 
 

@@ -68,7 +68,7 @@ def find_origin(folder: Path, line: StartLine, first: int) -> tuple[Path, Start]
         if starts and starts[-1]["id"] == line["id"]:
             return path, starts[-1]
     saved = f"the start at step {line['start']:,} has left no checkpoint of step {first:,} or before it"
-    raise UserError(f"{folder}: {saved}; choose later steps")
+    raise UserError(f"{folder}: {saved}; choose steps after its first one (./list_checkpoints.sh)")
 
 
 def train_until(last: int, fork: Path, command: Sequence[str], env: dict[str, str]) -> int:
@@ -116,8 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     replayed, records = next(segments(Path(fork, LOGS), key="loss"), (line, []))
     measured = {int(record["step"] or 0): record for record in records}
     if replayed["start"] > first or last not in measured:
+        with suppress(OSError):
+            Path(fork).rmdir()  # if nothing was written
         ended = f"it ended with exit status {status}, and its messages say why"
-        raise UserError(f"train.py has not taken steps {first:,} to {last:,}; {ended}")
+        raise UserError(f"train.py has not taken steps {first:,} to {last:,} in {fork}; {ended}")
 
     reasons = []
     changes = difference(line["how"], replayed["how"])
@@ -132,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if step in recorded:
             comparison.add(step, recorded[step], measured[step])
     print(f"replayed from {printable(str(origin))}: {', '.join(reasons) or AS_RECORDED}")
-    print(f"steps {replayed['start']:,} to {last:,}: {comparison.result()}")
+    span = f"steps {replayed['start']:,} to {last:,}" if last > replayed["start"] else f"step {last:,}"
+    print(f"{span}: {comparison.result()}")
     print(f"the log of the replay is {fork}/logs/{LOG}; you can delete {fork}")
     return 1 if comparison.differs else 0
 

@@ -359,7 +359,7 @@ def run_to_end(run: Run) -> int:
         reason = brief(error)
         raise
     finally:
-        saves.wait()
+        saves.wait_alone()
         run.results.repeats.report()
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)

@@ -4,7 +4,8 @@
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/nproc.sh"
 preset='' interrupted=''
-choose() {  # VARIABLE DEFAULT CHOICES: ask for one of the lines "NAME: DESCRIPTION" by name or number; set the variable
+choose() {  # VARIABLE DEFAULT CHOICES HEADING: ask for one of the lines "NAME: DESCRIPTION", by name or number
+    printf '\n%s:\n%s\n' "$4" "$(cat -n <<< "$3")"
     while read -r -p "$1 [$2]: " typed; do
         answer=$(awk -F ': ' -v typed="${typed:-$2}" '$1 == typed || NR == typed { print $1; exit }' <<< "$3")
         [ -n "$answer" ] && printf -v "$1" %s "$answer" && return
@@ -14,30 +15,28 @@ choose() {  # VARIABLE DEFAULT CHOICES: ask for one of the lines "NAME: DESCRIPT
 }
 if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
     presets=$(cd "$repo/configs" && grep '^description' *.toml | sed 's/\.toml:.*= "\(.*\)"/: \1/')
-    printf 'Presets:\n%s\n' "$(cat -n <<< "$presets")"
-    choose preset "$([ "$gpus" -gt 0 ] && echo gpt2 || echo quickstart)" "$presets"
+    choose preset "$([ "$gpus" -gt 0 ] && echo gpt2 || echo quickstart)" "$presets" Presets
     folders=$(ls data/{,*/}*train*.{npy,bin} 2>/dev/null | sed 's|/[^/]*$||' | sort -u || true)
     folders=${folders:-"data/stdlib: Python's standard library, 12 MB of text, prepared now, in seconds"}
-    printf '\nData (python prepare_dataset.py prepares more):\n%s\n' "$(cat -n <<< "$folders")"
     default=$(sed -n 's/^data_dir = "\(.*\)"/\1/p' "$repo/configs/$preset.toml")
     grep -qx "${default:=data/edu_fineweb10B}" <<< "$folders" || default=${folders%%[:$'\n']*}
-    choose data "$default" "$folders"
+    choose data "$default" "$folders" "Data (python prepare_dataset.py prepares more)"
     [ -n "${folders##*: *}" ] || python "$repo/prepare_dataset.py" --source stdlib --tokenizer bytes --out "$data"
-    printf '\nGPUs found: %d\n' "$gpus"
-    [ "$gpus" -lt 2 ] || choose nproc "$nproc" "$(seq "$gpus")"
+    if [ "$gpus" -lt 2 ]; then echo "GPUs found: $gpus"; else choose nproc "$nproc" "$(seq "$gpus")" "GPUs to use"; fi
     name=$preset number=1
     while [ -e "checkpoints/$name" ] || [ -e "logs/$name" ]; do name=$preset-$((number += 1)); done
-    set -- --config "$preset" --data_dir "$data" --use_tensorboard
-    set -- "$@" --checkpoint_dir "checkpoints/$name" --logdir "logs/$name"
+    set -- --config "$preset" --data_dir "$data" --use_tensorboard --checkpoint_dir "checkpoints/$name" --logdir "logs/$name"
 fi
 command=(python "$repo/train.py" "$@")
 [ "$nproc" -gt 1 ] && command=(torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" "$@")
-case " $* " in *" -h "* | *" --help "* | *" --version "* | *" --dry"?run*) exec "${command[@]}" ;; esac
+case " $* " in *" -h "* | *" --help "* | *" --version "* | *" --dry"?run* | *" --eval"?only* | *" --list"?checkpoints*) exec "${command[@]}" ;; esac
 folder=$(PYTHONPATH=$repo python -c 'import sys, steadygpt.base.options as options, steadygpt.config as config
 options.run_cli(lambda: print(config.parse_args(sys.argv[1:])[0].checkpoint_dir))' "$@")
+[ ! -d "$folder" ] || PYTHONPATH=$repo python -c 'import pathlib, sys; from steadygpt.base import durable, options
+options.run_cli(lambda: durable.lock_folder(pathlib.Path(sys.argv[1]), "stop that run first") and None)' "$folder"
 echo "+$(printf ' %q' "${command[@]}")"
 "${command[@]}" --dry_run
-[ -z "$preset" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: "
+[ -z "$preset" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: " || { echo; echo "nothing was started"; exit 1; }
 mkdir -p "$folder"
 exec 3<> "$folder/console.txt"
 cat <&3 > /dev/null  # skip what earlier starts printed

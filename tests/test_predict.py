@@ -60,7 +60,7 @@ def test_the_printed_command_trains_the_larger_run_inside_its_band(narrower, cap
 
 
 def test_the_prediction_of_a_much_larger_model_has_a_caution(narrower, capsys):
-    predict.main(["narrow", "wide", "--embd_size", "512", "--num_heads", "4", "--out", "predictions/large.json"])
+    predict.main(["narrow", "wide", "--embd_size", "512", "--num_heads", "64", "--out", "predictions/large.json"])
     assert "caution      beyond 4 times the FLOPs, " in capsys.readouterr().out
     assert Path("predictions/large.json").exists()
 
@@ -70,7 +70,10 @@ def test_the_prediction_of_a_much_larger_model_has_a_caution(narrower, capsys):
     [
         (["narrow"], "the following arguments are required: second_run; see --help"),
         (["narrow", "wide", "--embd_size", "32"], "expected the --embd_size and the --num_heads of the larger model"),
-        (["narrow", "none", *LARGER], "no checkpoints in none"),
+        (["narrow", "none", *LARGER], "none: no checkpoints; expected the folder of a finished run"),
+        (["narrow", "wide", "--embd_size", "32", "--num_heads", "2"], "--num_heads 2: a head has 16 dimensions; "),
+        (["narrow", "wide", *LARGER, "--out", "data"], "--out data: cannot be written (it is a folder)"),
+        (["narrow", "wide", *LARGER, "--out", "data/manifest.json/x"], "--out data/manifest.json/x: cannot be "),
         (["narrow", "narrow", *LARGER], "the models are 8, 8 and 32 wide; expected two different ones, and "),
         (["narrow", "wide", "--embd_size", "16", "--num_heads", "2"], "the models are 8, 16 and 16 wide; "),
         (["narrow", "wide", "--embd_size", "33", "--num_heads", "2"], "--num_heads is 2; expected a divisor of "),
@@ -107,7 +110,9 @@ def test_an_unfinished_run_is_refused(narrower):
 
 def test_a_run_without_validations_is_refused(narrower):
     train_width("blind", "--eval_freq", "0", width="wide")
-    with pytest.raises(UserError, match="blind: no validation at step 8, the last one; train it with --eval_freq"):
+    with pytest.raises(
+        UserError, match=r"evaluations\.json: no validation at step 8, the last one; train the run with --eval_freq"
+    ):
         predict.main(["narrow", "blind", *LARGER])
 
 

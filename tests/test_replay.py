@@ -210,7 +210,8 @@ def test_a_bit_flipped_in_a_shard_ends_the_replay(workdir):
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(
-        UserError, match=r"train\.py has not taken steps 3 to 3; it ended with exit status 2, and its messages say why"
+        UserError,
+        match=r"train\.py has not taken steps 3 to 3 in replay-3-3-\S+; it ended with exit status 2, and its messages",
     ):
         main(["--step", "3"])
 
@@ -219,7 +220,7 @@ def test_steps_without_a_checkpoint_or_a_record_are_refused(workdir):
     assert run_here(*EVERY_2) == 0
     for step in (2, 4):
         Path(f"checkpoints/rolling_step_00000{step}.pt").unlink()
-    left = r"checkpoints: the start at step 0 has left no checkpoint of step 5 or before it; choose later steps"
+    left = r"checkpoints: the start at step 0 has left no checkpoint of step 5 or before it; choose steps after its"
     with pytest.raises(UserError, match=left):
         main(["--step", "5"])
     METRICS.unlink()

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import REPO, TINY, write_data
 
+from steadygpt.base.durable import lock_folder
+
 MONITOR = "import sys, pathlib; pathlib.Path('monitor').write_text(sys.argv[1])"
 STATUS = '{"updated_at": %f, "status": "running", "doing": "%s"}'
 # In place of train.py: starts, trains until it is interrupted, or ends at once.
@@ -103,7 +105,7 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
 def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     _, screen = on_terminal(script, "test\n", "\n", "4\n", "2\n", "\x03")
-    assert "GPUs found: 3\nnproc [3]: 4\n  found 4;" in screen
+    assert "GPUs to use:\n     1\t1\n     2\t2\n     3\t3\nnproc [3]: 4\n  found 4;" in screen
     assert "torchrun --standalone --nproc_per_node=2 " in screen
 
 
@@ -141,6 +143,14 @@ def test_a_run_that_ends_at_its_start_shows_its_output_and_its_status(script):
     assert "error: no disk\n\ntraining has ended with status 1; its output: run/console.txt" in done.stdout
     assert "of an earlier start" not in done.stdout
     assert Path("run/console.txt").read_text().startswith("of an earlier start\noutput of")
+
+
+def test_a_folder_in_which_a_run_is_training_is_refused(script):
+    with lock_folder(Path("run"), "busy"):
+        done = run(script, "--checkpoint_dir", "run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: run: in use by process \d+ on .*; stop that run first\n", done.stderr)
+    assert not Path("run/console.txt").exists()
 
 
 def test_a_plan_of_the_real_trainer(workdir):

@@ -101,7 +101,15 @@ class Saves:
         return step == self.step and not self.ranks.any(self.writer is not None and self.writer.failed > 0)
 
     def wait(self) -> None:
-        """Wait until no save is in flight; renew status.json, so that a slow disk does not look like a hang."""
+        """Wait on all ranks until no save is in flight, however long that takes: none of them waits for another one.
+
+        It renews status.json, so that a slow disk does not look like a hang.
+        """
+        while self.ranks.any(self.writer is not None and not self.writer.wait(timeout_s=1)):
+            self.log.beat()
+
+    def wait_alone(self) -> None:
+        """Wait on this rank only, after an error that the others may not have."""
         while self.writer and not self.writer.wait(timeout_s=1):
             self.log.beat()
 

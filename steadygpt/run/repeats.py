@@ -98,8 +98,7 @@ class Comparison:
         repeated = f"repeated {counted(self.steps, 'step')}"
         if not self.largest:
             return f"{repeated}, bit for bit the same {numbers}"
-        within = f"within {self.largest:.1g} of those before (relative), as is usual without --deterministic"
-        return f"{repeated}, {numbers} {within}"
+        return f"{repeated}, {numbers} within {self.largest:.1g} of those before (relative)"
 
 
 @dataclass
@@ -132,7 +131,10 @@ class Repeats:
         self.reason = ""
         parts = []
         if comparison.steps:
-            parts.append(comparison.result())
+            result = comparison.result()
+            if comparison.largest and not comparison.differs:
+                result += ", as is usual without --deterministic"
+            parts.append(result)
         if reason and not comparison.differs:
             which = "later" if comparison.steps else "repeated"
             parts.append(f"{which} steps are not compared: {reason}")

@@ -203,8 +203,12 @@ class Diverged(Exception):
         flags = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
         if config.precision != "fp32":
             flags += " or --precision fp32"
+        folder = ""
+        if config.checkpoint_dir != "checkpoints":
+            folder = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}"
         return (
-            f"stopping after {self}, with the weights of step {self.step}, before them. Resume with --resume latest "
-            f"{flags}, or skip these tokens with a larger --max_bad_steps. If the next steps are bad too, the weights "
-            "were damaged earlier: try --resume best, or an older file from ./list_checkpoints.sh"
+            f"stopping after {self}, with the weights of step {self.step}, before them. Resume with "
+            f"--resume latest{folder} {flags}, or skip these tokens with a larger --max_bad_steps. If the next steps "
+            "are bad too, the weights were damaged earlier: try --resume best, or an older file from "
+            "./list_checkpoints.sh"
         )

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MODERN, alerts_of, load, run_content, run_here
+from conftest import MODERN, alerts_of, in_ranks, load, run_content, run_here
 from test_files import damage, names, write_checkpoint
 
 from steadygpt.base.options import UserError
@@ -23,7 +23,7 @@ from steadygpt.checkpoint import saves
 from steadygpt.checkpoint.files import ROLLING, TrainState, find_checkpoint
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
 from steadygpt.config import TrainConfig
-from steadygpt.machine.ranks import Ranks, Stopped, StopSignal
+from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined
 
 
 @pytest.fixture
@@ -368,3 +368,20 @@ def test_muon_beta2_may_be_switched_off_and_on(workdir):
     for steps, muon_beta2 in ((5, "0"), (7, "0.9")):
         assert run_here("--resume", "--muon_beta2", muon_beta2, "--allow_changes", "--max_steps", str(steps)) == 0
         assert run_here("--resume", "--max_steps", str(steps + 1)) == 0
+
+
+def save_slowly(folder: str) -> None:
+    with joined("cpu", timeout_minutes=0.05) as ranks:
+        config = TrainConfig(checkpoint_dir=folder, checkpoint_minutes=0.0)
+        writer = CheckpointWriter(config, Mock()) if ranks.is_main else None
+        saves = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
+        real = torch.save
+        torch.save = lambda *args: (time.sleep(5), real(*args))
+        saves.save(1, lambda: run_content(1), [])
+        saves.save(2, lambda: run_content(2), [])
+        assert saves.is_saved(2)
+
+
+def test_ranks_wait_for_a_save_that_takes_longer_than_timeout_minutes(tmp_path):
+    """3 s here: rank 0 writes, and a collective that waits for it would end the others."""
+    in_ranks(2, save_slowly, str(tmp_path))
