@@ -452,8 +452,6 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         saved |= WITHOUT_TENSORS
     if history.is_fork:  # the best model is in the other folder
         state.best_val_loss = None
-    if config.max_bad_steps:  # which may have been lowered
-        state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)
     return state
 
 

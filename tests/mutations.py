@@ -50,7 +50,6 @@ MUTATIONS = [Mutation(*row) for row in (
      "run.state.step = diverged.step", "faults/test_equal"),
     ("train.py", "manual_seed(config.seed + state.step)", "manual_seed(config.seed)", "test_train"),
     ("train.py", "state.best_val_loss = None", "pass", "run/test_run_names"),
-    ("train.py", "state.bad_steps = min(state.bad_steps, config.max_bad_steps - 1)", "pass", "test_train"),
     ("train.py", "per_virtual_rank == 0", "per_virtual_rank == 1", "faults/test_equal"),
     # The order of the data.
     ("dataloader.py", "step[self.rank * count :][: count :", "step[self.rank :][: count :", "test_dataloader"),

@@ -69,7 +69,6 @@ def test_a_run_diverges_at_max_bad_steps_and_goes_back_to_the_first_of_them(good
     config = TrainConfig(
         context_length=16, total_batch_size=16 * rows, max_steps=99, max_bad_steps=max_bad_steps, device="cpu"
     )
-    bad_steps = min(bad_steps, max(0, max_bad_steps - 1))  # restore() sees to it
     log = SimpleNamespace(step=lambda *args, **facts: None, warn=lambda *args, **event: None)
     state = TrainState(step=10, rows_consumed=10 * rows, bad_steps=bad_steps)
     results = Results(config, Ranks(CPU), Schedule(config, 32), state, log, 1.0, Repeats(log))
