@@ -153,8 +153,7 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
     if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
     first = start["row"] + (step - start["step"]) * config.rows_per_step
-    rows_of_step = range(first, first + config.rows_per_step)
-    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), rows_of_step, files
+    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), config.step_at(first), files
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:

@@ -164,8 +164,8 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
     config, ranks, state = run.config, run.ranks, run.state
-    rows = range(state.rows_consumed, state.rows_consumed + config.rows_per_step)
-    micro_batches = config.rows_per_step // config.mini_batch_size
+    rows = config.step_at(state.rows_consumed)
+    micro_batches = len(rows) // config.mini_batch_size
     micro_steps = micro_batches // ranks.world_size
     micro_batches_per_virtual_rank = micro_batches // config.virtual_ranks()
     # DDP and FSDP average the gradients over the ranks.

@@ -59,7 +59,9 @@ def main() -> None:
         folder = Path(temporary)
         training = Training(args.rows, args.context, args.micro_steps, args.layers, ranks.device)
         config = TrainConfig(checkpoint_dir=temporary)
-        writer = CheckpointWriter(config, RunLog(config, ranks, prints=False))
+        log = RunLog(config, ranks)
+        log.say = lambda text, stream=None: None  # else the writer reports each save
+        writer = CheckpointWriter(config, log)
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 

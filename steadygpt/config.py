@@ -302,10 +302,14 @@ class TrainConfig(GPTConfig):
     def rows_per_step(self) -> int:
         return max(1, self.total_batch_size // self.context_length)  # possible_rows() refuses a smaller batch
 
+    def step_at(self, row: int) -> range:
+        """Return the rows of the step that begins at a row of the run."""
+        return range(row, row + self.rows_per_step)
+
     def steps_from(self, row: int) -> Iterator[range]:
         """Yield the rows of each step from a row of the run on."""
         for first_row in itertools.count(row, self.rows_per_step):
-            yield range(first_row, first_row + self.rows_per_step)
+            yield self.step_at(first_row)
 
     def last_step(self, step: int, row: int, rows_per_epoch: int) -> int:
         """Return the number of steps of the whole run, given where it is now: its step and its row."""

@@ -105,13 +105,17 @@ class Saves:
 
         It renews status.json, so that a slow disk does not look like a hang.
         """
-        while self.ranks.any(self.writer is not None and not self.writer.wait(timeout_s=1)):
+        while self.ranks.any(self._is_writing()):
             self.log.beat()
 
     def wait_alone(self) -> None:
         """Wait on this rank only, after an error that the others may not have."""
-        while self.writer and not self.writer.wait(timeout_s=1):
+        while self._is_writing():
             self.log.beat()
+
+    def _is_writing(self) -> bool:
+        """Wait for up to a second, and return whether a save of this rank is still in flight."""
+        return self.writer is not None and not self.writer.wait(timeout_s=1)
 
     def finish_uploads(self) -> None:
         """Upload all that is left at the end of a run, until nothing makes progress or the user stops again."""

@@ -44,9 +44,8 @@ class RunLog:
     On ranks other than 0 it prints nothing and is never opened.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, prints: bool = True):
+    def __init__(self, config: TrainConfig, ranks: Ranks):
         self.config, self.ranks, self.max_steps = config, ranks, config.max_steps
-        self.prints = prints and ranks.is_main
         self.lock = threading.RLock()
         self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
         self.facts: dict[str, Any] = {  # of status.json
@@ -143,7 +142,7 @@ class RunLog:
         """Write lines of text to the console and to log.txt."""
         text, stream = printable(text, keep="\n\t"), stream or sys.stdout
         with self.lock:
-            if self.prints:
+            if self.ranks.is_main:
                 try:
                     print(text, file=stream, flush=True)
                 except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
