@@ -24,7 +24,8 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
 from steadygpt.base.typed import read_json
-from steadygpt.checkpoint.files import EVALUATIONS, Evaluations, Start, checkpoint_files, open_checkpoint, trained_with
+from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, of_run
+from steadygpt.checkpoint.files import Start, checkpoint_files, open_checkpoint, trained_with
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
 from steadygpt.run.expected import Prediction, compared
@@ -99,7 +100,11 @@ def read_run(folder: Path) -> FinishedRun:
             raise UserError(f"{folder}: resumed with other options ({changed:.200}); expected the same for all steps")
     file = folder / EVALUATIONS
     evaluations = read_json(file, Evaluations, "restore the file") if file.exists() else {}
-    losses = {step: scores["val_loss"] for step, scores in sorted(evaluations.items()) if scores.get("val_loss")}
+    losses = {}
+    for step, scores in of_run(evaluations, checkpoint["starts"]).items():
+        loss = scores.get("val_loss")
+        if loss:
+            losses[step] = loss
     if last_step not in losses:
         raise UserError(f"{file}: no validation at step {last_step:,}, the last one; train the run with --eval_freq")
     return FinishedRun(folder, config, start["options"], settings[-1], losses)

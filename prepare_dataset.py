@@ -616,7 +616,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags += " --eval_freq 0"
     if manifest.tokens < SMALL_TOKENS:
         run = shlex.quote(out.absolute().name)
-        flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{run} --logdir logs/{run}"
+        flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{run}"
     print(
         f"{manifest.counts()}\n{counted(splits['val'], 'val shard')} "
         f"({sum(s['tokens'] for s in manifest.shards if s['split'] == 'val') / manifest.tokens:.1%} of the tokens) and "

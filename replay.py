@@ -23,15 +23,12 @@ import torch
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import BACKUP, LATEST, Start, intact_checkpoints, no_checkpoints, scan, trained_with
-from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import LOG, METRICS, StartLine, read_status, segments
 from steadygpt.machine.device import choose_device
 from steadygpt.machine.ranks import StopSignal
-from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import Comparison, recorded_steps
 from steadygpt.run.starts import difference
 
-LOGS = f"logs/{METRICS}"
 AS_RECORDED = "code, machine and options are as recorded"
 OFF = [  # what costs time and changes no step, and what writes elsewhere
     "--eval_freq=0", "--hellaswag_freq=0", "--core_freq=0", "--core_dir=", "--sample_freq=0", "--expect=",
@@ -76,11 +73,11 @@ def train_until(last: int, fork: Path, command: Sequence[str], env: dict[str, st
     StopSignal.raise_until_listen()  # so that a signal to this process stops the child too
     child = subprocess.Popen(command, env=env)
     try:
-        while child.poll() is None and not any(records for _, records in segments(fork / LOGS, last, "loss")):
+        while child.poll() is None and not any(records for _, records in segments(fork / METRICS, last, "loss")):
             time.sleep(0.2)
         with suppress(ProcessLookupError):  # it has ended
             # Rank 0 stops all ranks. Stopped itself, torchrun would print a traceback.
-            os.kill(read_status(fork / "checkpoints").get("pid", child.pid), signal.SIGINT)
+            os.kill(read_status(fork).get("pid", child.pid), signal.SIGINT)
         return child.wait()
     finally:
         child.terminate()
@@ -96,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.checkpoint_dir)
     if not scan(folder):
         raise no_checkpoints(folder)
-    logdir = read_run(folder).places.get("logdir", TrainConfig.logdir)
-    line, recorded = recorded_steps(Path(logdir, METRICS), first, last)
+    line, recorded = recorded_steps(folder / METRICS, first, last)
     origin, start = find_origin(folder, line, first)
     device = choose_device(options.device)
     ranks = start["ranks"]
@@ -106,14 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # --max_steps decides the learning rate, so it stays as it was, and the child is stopped.
     fork = Path(tempfile.mkdtemp(prefix=f"replay-{first}-{last}-", dir=".")).name
-    files = ["--checkpoint_dir", f"{fork}/checkpoints", "--logdir", f"{fork}/logs", "--log_freq", "1"]
+    files = ["--checkpoint_dir", fork, "--log_freq", "1"]
     train = [str(Path(__file__).with_name("train.py")), "--resume", str(origin), "--device", device.type]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else []), *train, *files, *OFF]
-    # Sums on a CPU depend on the threads. The fork is not entered into the user's record of runs.
-    env = os.environ | {"OMP_NUM_THREADS": str(start["threads"]), "XDG_STATE_HOME": fork}
+    env = os.environ | {"OMP_NUM_THREADS": str(start["threads"])}  # sums on a CPU depend on the threads
     status = train_until(last, Path(fork), command, env)
-    replayed, records = next(segments(Path(fork, LOGS), key="loss"), (line, []))
+    replayed, records = next(segments(Path(fork, METRICS), key="loss"), (line, []))
     measured = {int(record["step"] or 0): record for record in records}
     if replayed["start"] > first or last not in measured:
         with suppress(OSError):
@@ -136,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"replayed from {printable(str(origin))}: {', '.join(reasons) or AS_RECORDED}")
     span = f"steps {replayed['start']:,} to {last:,}" if last > replayed["start"] else f"step {last:,}"
     print(f"{span}: {comparison.result()}")
-    print(f"the log of the replay is {fork}/logs/{LOG}; you can delete {fork}")
+    print(f"the log of the replay is {fork}/{LOG}; you can delete {fork}")
     return 1 if comparison.differs else 0
 
 

@@ -42,6 +42,7 @@ from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_cropped
 from steadygpt.data.tokenizer import Tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
+from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, seed
 from steadygpt.machine.digests import Corrupted, combined, compare_replicas
@@ -326,7 +327,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
 def run_to_end(run: Run) -> int:
     """Train until the run finishes, stops or diverges; then save, report how it ended and return the exit status."""
     config, ranks, log, saves = run.config, run.ranks, run.log, run.saves
-    trace = Path(config.tensorboard_dir, config.run_name, f"rank{ranks.rank}.pt.trace.json.gz")
+    trace = Path(config.checkpoint_dir, TENSORBOARD, f"rank{ranks.rank}.pt.trace.json.gz")
     status, reason = "failed", "interrupted"
     log.status("running")
     try:

@@ -61,7 +61,7 @@ def main() -> None:
         config = TrainConfig(checkpoint_dir=temporary)
         log = RunLog(config, ranks)
         log.say = lambda text, stream=None: None  # else the writer reports each save
-        writer = CheckpointWriter(config, log)
+        writer = CheckpointWriter(config, [], log)
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 

@@ -56,8 +56,8 @@ TRAIN = "-m benchmarks.train_speed --json {json} --rounds 3 --steps 2 --precisio
 TINY_TRAIN = "--precision fp32 --eager --rounds 1 --steps 1"
 TINY = "--num_layers 2 --num_heads 2 --embd_size 64 --precision fp32 --compile off"
 TRACE = (
-    "train.py --data_dir {out}/data --tokenizer gpt2 --checkpoint_dir {tmp}/c --logdir {tmp}/l --log_freq 1 "
-    "--tensorboard_dir {out} --run_name trace --profile 5 --max_steps 10 --warmup_steps 2 --eval_freq 0 "
+    "train.py --data_dir {out}/data --tokenizer gpt2 --checkpoint_dir {out}/trace --log_freq 1 "
+    "--profile 5 --max_steps 10 --warmup_steps 2 --eval_freq 0 "
     "--hellaswag_freq 0 --sample_freq 0 --checkpoint_freq 0 --mini_batch_size 64 --total_batch_size 131072"
 )
 PRESETS = sorted(path.stem for path in (REPO / "configs").glob("*.toml"))

@@ -75,7 +75,7 @@ Start = Callable[[Path, int, int], list[subprocess.Popen]]  # folder, ranks, ste
 def start(folder: Path, ranks: int, steps: int) -> list[subprocess.Popen]:
     """Start train.py, one process per rank, whose output goes to out.txt."""
     own = flags(
-        data_dir=folder.parent / "data", checkpoint_dir=folder / "saved", logdir=folder / "logs", max_steps=steps,
+        data_dir=folder.parent / "data", checkpoint_dir=folder / "saved", max_steps=steps,
         warmup_steps=steps // 10,
     )  # fmt: skip
     environment = {}
@@ -153,7 +153,7 @@ def kill_instants(kills: int, steps: int, random: Random) -> list[float]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Return step -> loss."""
-    return {record["step"]: record["loss"] for record in read_records(folder / "logs" / METRICS, "loss")}
+    return {record["step"]: record["loss"] for record in read_records(folder / "saved" / METRICS, "loss")}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

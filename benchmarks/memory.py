@@ -35,7 +35,7 @@ from steadygpt.machine import ranks as machine
 SMALL = flags(num_layers=4, num_heads=8, embd_size=512, context_length=520, mini_batch_size=2)
 NOTHING = flags(num_layers=1, num_heads=1, embd_size=2, context_length=32)
 QUIET = flags(max_steps=2, warmup_steps=1, log_freq=1, eval_freq=0, hellaswag_freq=0, sample_freq=0)
-PLACES = flags(data_dir="data", checkpoint_dir="c", logdir="l", checkpoint_freq=0, checkpoint_minutes=0)
+PLACES = flags(data_dir="data", checkpoint_dir="c", checkpoint_freq=0, checkpoint_minutes=0)
 VARIANTS = {
     "plain": flags(loss_chunk_size=0, activation_checkpointing="off"),
     "chunked": flags(loss_chunk_size=256, activation_checkpointing="off"),

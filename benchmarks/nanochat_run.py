@@ -116,7 +116,7 @@ def train(config: TrainConfig, data: Data, forward, optimizer, schedules, device
         if (step + 1) % config.log_freq == 0:
             print(f"step {step + 1}/{config.max_steps}: loss {loss.item() * micro_steps:.4f}", flush=True)
     batches.close()
-    out.write_text(json.dumps(found, indent=1))
+    out.write_text(json.dumps({"": found}, indent=1))
 
 
 def loss_of(forward, batches: BatchLoader) -> torch.Tensor:

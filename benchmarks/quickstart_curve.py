@@ -80,7 +80,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, exit_on_signals():
         run(name, "prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out="data/stdlib"))
         run(name, "train.py", "--config", "quickstart", *MORE)
-        curve = read_curve(Path(name, "logs/quickstart/metrics.jsonl"))
+        curve = read_curve(Path(name, "checkpoints/quickstart/metrics.jsonl"))
         draw(curve, file)
         last = max(curve.seconds)
         after = [min(s for s in curve.losses if curve.seconds[s] >= 60 * minute) for minute in MINUTES]

@@ -31,10 +31,7 @@ SMALL = flags(precision="fp32", num_layers=2, num_heads=12, embd_size=768, conte
 def tokens_per_second(data: str, processes: int, deterministic: str, tokens: int, of_training: list[str]) -> float:
     """Train some steps of `tokens` tokens; return the speed."""
     with tempfile.TemporaryDirectory(dir=data) as folder:
-        own = flags(
-            data_dir=data, checkpoint_dir=f"{folder}/saved", logdir=folder, deterministic=deterministic,
-            total_batch_size=tokens,
-        )  # fmt: skip
+        own = flags(data_dir=data, checkpoint_dir=folder, deterministic=deterministic, total_batch_size=tokens)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [*launch, "train.py", *of_training, *RUN, *own]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)

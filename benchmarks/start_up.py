@@ -57,7 +57,7 @@ def main() -> None:
         def train(checkout: Path, name: str, **options) -> list[str]:
             options = {"max_steps": 10**6, **options}
             return [sys.executable, str(checkout / "train.py"), *further, *flags(
-                data_dir=folder, checkpoint_dir=folder / name, logdir=folder / f"{name}-logs", mini_batch_size=1,
+                data_dir=folder, checkpoint_dir=folder / name, mini_batch_size=1,
                 context_length=64, total_batch_size=64, warmup_steps=10, eval_freq=0, hellaswag_freq=0, sample_freq=0,
                 **options,
             )]  # fmt: skip

@@ -237,7 +237,7 @@ class Study:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         own = {
             "precision": choose_precision("auto", device), "data_dir": self.data, "tokenizer": self.tokenizer,
-            "checkpoint_dir": folder, "logdir": folder / "logs", "checkpoint_freq": 0, "keep_checkpoints": 1,
+            "checkpoint_dir": folder, "checkpoint_freq": 0, "keep_checkpoints": 1,
             "log_freq": 100, "resume": "auto", **further,
         }  # fmt: skip
         program = ["train.py"]
@@ -262,7 +262,7 @@ class Study:
         """Return step -> validation loss, inf where the run has diverged."""
         file = self.folder(run) / "evaluations.json"
         found = json.loads(file.read_text()) if file.exists() else {}
-        losses = {int(step): scores["val_loss"] for step, scores in found.items()}
+        losses = {int(step): scores["val_loss"] for of_start in found.values() for step, scores in of_start.items()}
         return {step: math.inf if loss is None or math.isnan(loss) else loss for step, loss in losses.items()}
 
     def loss(self, run: Run) -> float | None:
@@ -351,7 +351,7 @@ def train(study: Study, run: Run) -> None:
         if not math.isnan(points[run.steps]):
             points[run.steps] = evaluate(study, folder / "ckpt.pt")
     if points:
-        found = {step: {"val_loss": loss} for step, loss in points.items()}
+        found = {"": {step: {"val_loss": loss} for step, loss in points.items()}}
         (folder / "evaluations.json").write_text(json.dumps(found, indent=1))
     if study.loss(run) is None:
         raise UserError(f"{folder}: stopped before step {run.steps}. Run the same command again")

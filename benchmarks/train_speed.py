@@ -117,14 +117,15 @@ def nanogpt(checkout: Path, folder: Path, shape: str, batch: Batch, device: str,
 def steadygpt(checkout: Path, folder: Path, shape: list[str], batch: Batch, device: str, how: list[str]) -> HeldProgram:
     """Start our train.py."""
     outputs = Path(tempfile.mkdtemp(dir=folder))
+    if "logdir" in (checkout / "steadygpt/config.py").read_text():  # an earlier version, with --beside
+        how = [*how, f"--logdir={outputs}"]
     options = flags(
         context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
-        data_dir=folder, logdir=outputs / "logs", checkpoint_dir=outputs / "checkpoints", max_steps=10**6,
-        warmup_steps=2000, eval_freq=0, hellaswag_freq=0, sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0,
-        log_freq=1,
+        data_dir=folder, checkpoint_dir=outputs, max_steps=10**6, warmup_steps=2000, eval_freq=0, hellaswag_freq=0,
+        sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
     )  # fmt: skip
     program = HeldProgram([sys.executable, "train.py", *shape, *options, *how], checkout, r"step +\d+/")
-    program.metrics = outputs / "logs/metrics.jsonl"
+    program.metrics = outputs / "metrics.jsonl"
     return program
 
 

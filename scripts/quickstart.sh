@@ -48,7 +48,7 @@ cat <<'END'
 
   your own text
     python prepare_dataset.py --source 'my_texts/*.txt' --tokenizer bytes --out data/mine
-    python train.py --config quickstart --data_dir data/mine --checkpoint_dir checkpoints/mine --logdir logs/mine
+    python train.py --config quickstart --data_dir data/mine --checkpoint_dir checkpoints/mine
 
   GPT-2 124M on FineWeb-Edu, four GPUs
     python prepare_dataset.py

@@ -88,7 +88,7 @@ def main() -> int:
     if not is_alone(head):
         place = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}-{socket.gethostname()}-{port}")
         _lock = lock_folder(place, "this machine has an agent already; one starts the ranks of all its GPUs (NPROC)")
-    trace = Path(config.logdir, f"torchrun-{socket.gethostname()}.log")
+    trace = Path(config.checkpoint_dir, f"torchrun-{socket.gethostname()}.log")
     with tempfile.TemporaryDirectory() as folder:
         refused = Path(folder, "refused")
         os.environ[REFUSED] = str(refused)

@@ -24,8 +24,8 @@ if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
     [ -n "${folders##*: *}" ] || python "$repo/prepare_dataset.py" --source stdlib --tokenizer bytes --out "$data"
     if [ "$gpus" -lt 2 ]; then echo "GPUs found: $gpus"; else choose nproc "$nproc" "$(seq "$gpus")" "GPUs to use"; fi
     name=$preset number=1
-    while [ -e "checkpoints/$name" ] || [ -e "logs/$name" ]; do name=$preset-$((number += 1)); done
-    set -- --config "$preset" --data_dir "$data" --use_tensorboard --checkpoint_dir "checkpoints/$name" --logdir "logs/$name"
+    while [ -e "checkpoints/$name" ]; do name=$preset-$((number += 1)); done
+    set -- --config "$preset" --data_dir "$data" --use_tensorboard --checkpoint_dir "checkpoints/$name"
 fi
 command=(python "$repo/train.py" "$@")
 [ "$nproc" -gt 1 ] && command=(torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" "$@")

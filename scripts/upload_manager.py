@@ -47,11 +47,11 @@ def upload_all(url: str, folder: Path) -> None:
         if not newest.checkpoint["starts"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
-        if run.other or not run.places:  # which logs are its own is not known
-            about = f"a copy of {run.other}" if run.other else "this user has not started this run"
-            raise UserError(f"{folder}: {about}. Resume from it with --mirror {url}, which uploads it")
+        if run.original:
+            advice = f"Resume from it with --mirror {url}, which uploads it"
+            raise UserError(f"{folder}: a copy of {run.original}. {advice}")
         config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **run.places)
-        mirror = Mirror(url, run.id, config.run_name)
+        mirror = Mirror(url, run.id, config.name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
         if there and there.saved_at > newest.checkpoint["saved_at"]:
             raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")

@@ -7,6 +7,7 @@ defaults.
 import dataclasses
 import itertools
 import math
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
+from steadygpt.base.text import printable
 from steadygpt.base.typed import typed
 from steadygpt.data.shards import parse_folders
 
@@ -25,6 +27,7 @@ VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 ACTIVATIONS = {"gelu_tanh": 1, "gelu": 1, "relu2": 1, "swiglu": 2}  # of model.py -> matrices of the MLP before it
+MAX_NAME = 200  # characters
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
 # Options by their group in --help.
@@ -121,7 +124,8 @@ class TrainConfig(GPTConfig):
                             "Hugging Face folder, or a checkpoint file (including nanoGPT's) or folder")
 
     config: str = _run("", "preset in configs/ or TOML file of options, which flags override", on_resume="launch")
-    run_name: str = _run("", "name of the run in TensorBoard and W&B (default: the start time)", on_resume="place")
+    run_name: str = _run("", "name of the run in W&B, alerts and the monitor (default: that of its folder)",
+                         on_resume="place")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
     precision: str = _run("auto", "auto: bf16 if the device has instructions for it, else fp16 on a GPU, fp32 on a "
@@ -171,7 +175,7 @@ class TrainConfig(GPTConfig):
     skip_spikes: bool = _optim(False, "skip updates with a loss spike")
     max_hours: float = _optim(0.0, "stop and save this many hours after the start of the process; 0 = off")
 
-    checkpoint_dir: str = _saves("checkpoints", "folder for the checkpoints of this run", on_resume="launch")
+    checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
     check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
     checkpoint_minutes: float = _saves(1.0, "minutes between timed saves, more if they cost over 1% of time; 0 = off")
@@ -202,9 +206,7 @@ class TrainConfig(GPTConfig):
     sample_prompt: str = _evals("", "prompt of the text samples (default: the start of a document)")
     eval_only: bool = _evals(False, "evaluate --resume (default: latest) or --init_from, and exit", on_resume="launch")
 
-    use_tensorboard: bool = _logs(False, "write curves, histograms and samples to tensorboard_dir", on_resume="place")
-    tensorboard_dir: str = _logs("runs", "folder for TensorBoard runs", on_resume="place")
-    logdir: str = _logs("logs", "folder for log.txt and metrics.jsonl", on_resume="place")
+    use_tensorboard: bool = _logs(False, "write curves, histograms and samples for TensorBoard")
     log_freq: int = _logs(1, "steps between log lines", at_least=1)
     use_wandb: bool = _logs(False, "also log to Weights & Biases (pip install wandb)", on_resume="place")
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown")
@@ -225,10 +227,9 @@ class TrainConfig(GPTConfig):
         if self.alert_url and not WEBHOOK.fullmatch(self.alert_url):  # which is a secret, so the error has no value
             expected = "http:// or https://, a server and a path, without a user name (ntfy takes ?auth=... instead)"
             raise OptionError("alert_url", "not the URL of a webhook", expected)
-        is_path = bool(self.run_name) and {"", ".", ".."} & {*self.run_name.split("/")}
-        if is_path or len(self.run_name) > 200 or not self.run_name.isprintable():
-            expected = "at most 200 printable characters, which name a folder in --tensorboard_dir"
-            raise OptionError("run_name", repr(self.run_name[:200]), expected)
+        if len(self.run_name) > MAX_NAME or not self.run_name.isprintable():
+            expected = f"at most {MAX_NAME} printable characters"
+            raise OptionError("run_name", repr(self.run_name[:MAX_NAME]), expected)
         parse_folders("mix", self.mix), parse_folders("val", self.val)
 
     def check_together(self) -> None:
@@ -255,6 +256,11 @@ class TrainConfig(GPTConfig):
         ):
             if is_wrong:
                 raise UserError(problem)
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.run_name or printable(Path(os.path.realpath(self.checkpoint_dir)).name)[:MAX_NAME]
 
     @property
     def trains(self) -> bool:

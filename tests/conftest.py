@@ -25,6 +25,7 @@ import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
 
+from steadygpt.checkpoint.evaluations import of_run, read_evaluations
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
@@ -75,7 +76,6 @@ def pytest_configure(config) -> None:
     config.add_cleanup(cache.cleanup)
     # Set before huggingface_hub reads them.
     os.environ |= {"HF_ENDPOINT": HUB.start(), "HF_HOME": cache.name, "HF_HUB_DISABLE_XET": "1"}
-    os.environ["XDG_STATE_HOME"] = cache.name
     os.environ[COUNTED] = cache.name
     os.environ["WANDB_MODE"] = "offline"
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
@@ -121,8 +121,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def url(workdir, monkeypatch) -> str:
-    """An empty mirror, which stories call $URL, for a user without runs."""
-    monkeypatch.setenv("XDG_STATE_HOME", f"{workdir}/user")
+    """An empty mirror, which stories call $URL."""
     monkeypatch.setenv("PWD", str(workdir))
     monkeypatch.setenv("URL", f"file://{workdir}/there")
     return os.environ["URL"]
@@ -143,7 +142,7 @@ def reference(tmp_path_factory, monkeypatch) -> Callable[..., Path]:
 
     Tests that ask for the same run share the folder.
     """
-    from harness import folders, run_to_end
+    from harness import run_to_end
 
     def enter(*flags: str, **options) -> Path:
         if (key := repr((flags, options))) not in REFERENCES_MADE:
@@ -204,6 +203,11 @@ def count_once(config, *about, count=memory.micro_step_bytes) -> tuple[int, int]
 memory.micro_step_bytes = count_once
 
 
+def folders(name: str) -> tuple[str, ...]:
+    """Return the flags that name the folder of a run."""
+    return "--checkpoint_dir", name
+
+
 def run_here(*flags: str) -> int:
     """Run train.main in this process, which has already imported torch; return the exit status."""
     import train
@@ -213,6 +217,7 @@ def run_here(*flags: str) -> int:
 
 def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
     """Open the log of a run on rank 0, without the load of the machine; start_step is None for a new run."""
+    Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     log = RunLog(replace(config, system_metrics_s=0.0), ranks or Ranks(torch.device("cpu")))
     parent = "" if start_step is None else "0" * 16
     log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
@@ -393,10 +398,15 @@ def scalars(folder) -> dict[str, dict[int, float]]:
     return found
 
 
-def metrics(logdir, key: str) -> dict[int, float]:
+def evaluations(folder) -> dict[int, dict[str, float]]:
+    """Return step -> scores of the steps that led to the latest checkpoint of a run."""
+    return of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["starts"])
+
+
+def metrics(folder, key: str) -> dict[int, float]:
     """Return step -> value of one metric in metrics.jsonl, its segments joined; fail if a step is logged twice."""
     found = {}
-    for record in read_records(Path(logdir) / METRICS, key):
+    for record in read_records(Path(folder) / METRICS, key):
         assert record["step"] not in found, f"step {record['step']} is logged twice"
         found[record["step"]] = record[key]
     return found

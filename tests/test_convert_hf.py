@@ -386,7 +386,7 @@ def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    logged = metrics("logs", "loss")
+    logged = metrics("checkpoints", "loss")
     assert losses[9] < losses[0] - 0.1
     assert all(abs(logged[step] - losses[step]) < 1e-5 for step in range(10))
 

@@ -14,7 +14,7 @@ TRAINED = ("--eval_freq", "4", "--eval_tokens", "64", "--checkpoint_freq", "4")
 
 def test_eval_only_repeats_validations_on_any_number_of_ranks_and_writes_nothing(workdir, capsys):
     run_here(*TRAINED)
-    losses, bits = metrics("logs", "val_loss"), metrics("logs", "val_bpb")
+    losses, bits = metrics("checkpoints", "val_loss"), metrics("checkpoints", "val_bpb")
     found = {
         step: f" at step {step}:\nstep {step}/8 | val loss {losses[step]:.4f}, {bits[step]:.4f} bits per byte\n"
         for step in (4, 8)

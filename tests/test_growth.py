@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import run_here, write_data
-from harness import Run, folders
+from conftest import folders, run_here, write_data
+from harness import Run
 
 import dataloader
 import replay
@@ -56,7 +56,7 @@ def test_seeding_two_generators_draws_what_torch_manual_seed_does():
 
 def test_a_replay_reads_only_the_checkpoint_that_it_starts_from(workdir, monkeypatch):
     assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "99", "--max_steps", "12") == 0
-    start, _ = recorded_steps(Path("logs/metrics.jsonl"), 3, 11)
+    start, _ = recorded_steps(Path("checkpoints/metrics.jsonl"), 3, 11)
     read, seen = files.read_checkpoint, []
     monkeypatch.setattr(files, "read_checkpoint", lambda path: seen.append(path) or read(path))
     for step in (3, 12):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import metrics, run_here, scalars, weights_content
+from conftest import evaluations, metrics, run_here, scalars, weights_content
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle
@@ -292,19 +292,19 @@ def test_core_is_the_mean_of_accuracies_centred_on_chance(folder, capsys, model)
 def test_a_run_scores_core_and_keeps_the_figures(workdir, capsys):
     write_bundle(workdir / "bundle", rows=12)
     core = ("--core_freq", "4", "--core_dir", "bundle", "--core_examples", "11")
-    assert run_here(*core, "--use_tensorboard", "--run_name", "tiny") == 0
+    assert run_here(*core, "--use_tensorboard") == 0
     out = capsys.readouterr().out
     assert out.count("of them cut to the context of the model)") == 2
-    stored = json.loads((workdir / "checkpoints/evaluations.json").read_text())
+    stored = evaluations("checkpoints")
     for name in ("core", "core/piqa", "core/winograd"):
-        assert metrics("logs", name) == {step: stored[str(step)][name] for step in (4, 8)}
-        assert f"eval/{name}" in scalars("runs/tiny")
-    assert f"CORE {stored['8']['core']:.4f}, the mean of 22 tasks (242 examples, " in out
+        assert metrics("checkpoints", name) == {step: stored[step][name] for step in (4, 8)}
+        assert f"eval/{name}" in scalars("checkpoints/tensorboard")
+    assert f"CORE {stored[8]['core']:.4f}, the mean of 22 tasks (242 examples, " in out
     assert run_here("--list_checkpoints") == 0
     table = capsys.readouterr().out.splitlines()
-    assert "CORE" in table[0] and f" {stored['8']['core']:.4f} " in table[1]
+    assert "CORE" in table[0] and f" {stored[8]['core']:.4f} " in table[1]
     assert run_here("--eval_only", *core) == 0
-    assert f"step 8/8 | CORE {stored['8']['core']:.4f}, " in capsys.readouterr().out
+    assert f"step 8/8 | CORE {stored[8]['core']:.4f}, " in capsys.readouterr().out
 
 
 def test_ranks_tokenize_a_part_each(tmp_path):

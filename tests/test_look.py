@@ -209,7 +209,7 @@ def test_a_garbage_document_comes_first_by_loss(tmp_path, monkeypatch, capsys):
     flags = ["--step", "20", "--by", "loss", "--rows", "0", "--precision", "fp32"]
     assert main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
-    loss = metrics("logs", "loss")[20]
+    loss = metrics("checkpoints", "loss")[20]
     assert lines[:2] == [
         "step 20: rows 80 to 83, with options of checkpoints/latest.pt at step 24",
         f"mean loss {loss:.4f}, of checkpoints/rolling_step_000020.pt at step 20",

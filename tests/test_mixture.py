@@ -1,7 +1,6 @@
 """Mixtures of sources: the order of their rows, phases, and runs whose mixture changes."""
 
 import hashlib
-import json
 import re
 import shutil
 from fractions import Fraction
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, load, metrics, scalars, write_data
+from conftest import TINY, evaluations, load, metrics, scalars, write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -285,17 +284,18 @@ def test_a_folder_takes_the_place_of_the_mixture_of_a_preset(workdir):
 
 
 def test_epochs_and_validation_sets_are_shown_by_name_and_the_first_set_decides(sources, capsys):
-    assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard", "--run_name", "tiny") == 0
-    points = scalars("runs/tiny")
-    assert list(metrics("logs", "epoch/web")) == [4, 8]
-    assert points["eval/epoch/code"] == pytest.approx(metrics("logs", "epoch/code"))
+    assert run_mixed(*MIX, "--eval_freq", "4", "--use_tensorboard") == 0
+    points = scalars("checkpoints/tensorboard")
+    assert list(metrics("checkpoints", "epoch/web")) == [4, 8]
+    assert points["eval/epoch/code"] == pytest.approx(metrics("checkpoints", "epoch/code"))
     assert not list(Path("checkpoints").glob("epoch_*"))
-    stored = json.loads(Path("checkpoints/evaluations.json").read_text())["8"]
+    stored = evaluations("checkpoints")[8]
     web, code = stored["val_loss/web"], stored["val_loss/code"]
     assert stored["val_loss"] == web != code
-    assert stored["val_bpb"] == stored["val_bpb/web"] == metrics("logs", "val_bpb")[8]
-    assert points["eval/val_loss"] == points["eval/val_loss/web"] == pytest.approx(metrics("logs", "val_loss/web"))
-    assert points["eval/val_bpb/code"] == pytest.approx(metrics("logs", "val_bpb/code"))
+    assert stored["val_bpb"] == stored["val_bpb/web"] == metrics("checkpoints", "val_bpb")[8]
+    val_losses = metrics("checkpoints", "val_loss/web")
+    assert points["eval/val_loss"] == points["eval/val_loss/web"] == pytest.approx(val_losses)
+    assert points["eval/val_bpb/code"] == pytest.approx(metrics("checkpoints", "val_bpb/code"))
     shown = capsys.readouterr().out
     assert f"web: val loss {web:.4f}, {stored['val_bpb']:.4f} bits per byte | code: val loss {code:.4f}" in shown
     assert f"\nvalidation   web {web:.4f}, code {code:.4f}\n" in shown

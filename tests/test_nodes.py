@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, environment, in_ranks, load, metrics, run_here, write_data
-from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
+from conftest import REPO, TINY, environment, folders, in_ranks, load, metrics, run_here, write_data
+from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
 import prepare_dataset
 import train
@@ -91,7 +91,7 @@ def test_a_run_continues_when_a_lost_node_returns(start_node):
     host, lost = start_two(start_node, "2", *flags)
     lost.kill()
     returned = start_node("127.0.0.1", "2", *flags)
-    assert "resumed      from run/ckpt/latest.pt at step " in returned.wait_for("^finished after 100 steps")
+    assert "resumed      from run/latest.pt at step " in returned.wait_for("^finished after 100 steps")
     assert (host.wait(), returned.wait()) == ([0], [0])
     run_to_end(*flags, *folders("reference"), ranks=2)
     assert_equals_reference("run")
@@ -108,10 +108,10 @@ def test_an_elastic_run_continues_on_the_nodes_that_are_there(start_node):
     assert "stopped (SIGTERM) after" in host.text()  # the agent stopped its rank, which saved, to start with two nodes
     assert (host.wait(), returned.wait()) == ([0], [0])
     run_to_end(*LONG_STEPS, *folders("reference"), ranks=2)
-    one, other = load("reference/ckpt/latest.pt"), load("run/ckpt/latest.pt")
+    one, other = load("reference/latest.pt"), load("run/latest.pt")
     assert one["rows_consumed"] == other["rows_consumed"]
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-5) for name in one["model"])
-    assert metrics("reference/logs", "loss") == pytest.approx(metrics("run/logs", "loss"), abs=1e-5)
+    assert metrics("reference", "loss") == pytest.approx(metrics("run", "loss"), abs=1e-5)
 
 
 @linux
@@ -295,7 +295,7 @@ def test_the_tokenizer_of_node_0_counts_on_all_nodes(workdir):
     for name in ("same", "other"):
         in_ranks(2, train_on_node, "--data_dir", "data", "--eval_freq", "4", *folders(name))
         Path("node1/data/tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
-    same, other = (metrics(f"node0/{name}/logs", "val_bpb") for name in ("same", "other"))
+    same, other = (metrics(f"node0/{name}", "val_bpb") for name in ("same", "other"))
     assert same == other and len(same) == 2
 
 

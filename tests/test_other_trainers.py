@@ -1,6 +1,5 @@
 """Commands as the users of other trainers type them, and the scripts of the repository."""
 
-import json
 import os
 import re
 import shlex
@@ -115,16 +114,16 @@ def test_scripts_at_the_root_are_links(name):
 
 LIST, RESUME = "scripts/list_checkpoints.sh", "scripts/resume_training.sh"
 SHOW, SETUP = "scripts/start_tensorboard.sh", "scripts/setup.sh"
-RUNS = {  # a command -> what Python runs, or the error; a/ is the folder of a run, b/ has none
+RUNS = {  # a command -> what Python runs, or the error; there is no folder b
     f"{LIST} a": "REPO/train.py --list_checkpoints --checkpoint_dir a",
     f"{LIST} -v a": "REPO/train.py --list_checkpoints --checkpoint_dir a -v",
     f"{RESUME} a": "REPO/train.py --resume latest --checkpoint_dir a",
     f"NPROC=auto {RESUME}": "error: NPROC is auto; expected a number of processes",
-    f"{SHOW} a --port 1": "-m tensorboard.main --logdir /runs/é --port 1",
-    f"{SHOW} --checkpoint_dir a": "-m tensorboard.main --logdir /runs/é",
-    f"{SHOW} --checkpoint-dir=a": "-m tensorboard.main --logdir /runs/é",
-    f"{SHOW} b": "error: b/status.json: names no TensorBoard folder; expected the folder of a run with "
-    "--use_tensorboard",
+    f"{SHOW} --port 1": "-m tensorboard.main --logdir checkpoints --port 1",
+    f"{SHOW} a --port 1": "-m tensorboard.main --logdir a --port 1",
+    f"{SHOW} --checkpoint_dir a": "-m tensorboard.main --logdir a",
+    f"{SHOW} --checkpoint-dir=a": "-m tensorboard.main --logdir a",
+    f"{SHOW} b": "error: b: no such folder; expected that of a run with --use_tensorboard, or one above it",
     f"PYTHON=./old {SETUP} --check": "error: found no Python 3.11 or later. Install it, or give its path: "
     "PYTHON=/path/to/python3 ./setup.sh",
     f"PYTHON=./bare {SETUP} --check": "error: PyTorch cannot be imported; run ./setup.sh, or rm -rf .venv first",
@@ -138,8 +137,8 @@ def test_a_script_runs_python_or_says_what_is_missing(command, tmp_path):
     write_interpreter(tmp_path / "bare", "*version_info*) exit 0 ;; *) exit 1")
     if SETUP not in command:
         write_interpreter(tmp_path / ".venv/bin/python", f'-c*) exec {sys.executable} "$@" ;; *) echo "$*"')
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/status.json").write_text(json.dumps({"tensorboard": "/runs/é"}))
+    for folder in ("a", "checkpoints"):
+        (tmp_path / folder).mkdir()
     env = os.environ | {"NPROC": "1"}
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, env=env)
     said = f"{done.stdout}{done.stderr}".replace(str(tmp_path.resolve()), "REPO").replace("REPO/scripts/..", "REPO")

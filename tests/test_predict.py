@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import run_here, write_data
-from stories import own_folders
+from conftest import folders, run_here, write_data
 
 import predict
 import train
@@ -21,7 +20,7 @@ def train_width(name: str, *flags: str, width: str = "") -> None:
     """Train the tiny run of these tests with one of SHAPES, in a folder of its own."""
     embd_size, num_heads = SHAPES[width or name]
     shape = ["--embd_size", str(embd_size), "--num_heads", str(num_heads)]
-    assert run_here("--eval_freq", "2", *shape, *own_folders(name), *flags) == 0
+    assert run_here("--eval_freq", "2", *shape, *folders(name), *flags) == 0
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_the_printed_command_trains_the_larger_run_inside_its_band(narrower, cap
 
     command = shlex.split(said.rpartition("next: ")[2])
     assert command[:2] == ["python", "train.py"] and command[-1] == "--expect=prediction.json"
-    assert train.main([*command[2:], *own_folders("larger")]) == 0
+    assert train.main([*command[2:], *folders("larger")]) == 0
     assert capsys.readouterr().out.count(" | expected ") == 4
 
 

@@ -66,7 +66,7 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     assert complete == "out: already complete"
     assert read == "40 documents, 8 <|endoftext|> inside texts encoded as text, 1,792 tokens"
     assert found.startswith("1 val shard (11.2% of the tokens) and 10 train shards in out (")
-    folders = "--data_dir out --checkpoint_dir checkpoints/out --logdir logs/out"
+    folders = "--data_dir out --checkpoint_dir checkpoints/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 
 

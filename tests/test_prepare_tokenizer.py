@@ -238,7 +238,7 @@ def test_weights_of_the_hub_are_compared_by_identity_tuned_without_their_padding
         run_here("--data_dir", "same", "--init_from", "some/gpt", "--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
     )
     assert "warning" not in capsys.readouterr().err
-    assert len(metrics("logs", "val_bpb")) == 1
+    assert len(metrics("checkpoints", "val_bpb")) == 1
     start = load("checkpoints/latest.pt")
     assert start["model_config"]["vocab_size"] == 702
     assert not start["model"]["wte.weight"][702:].any()

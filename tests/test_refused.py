@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HUB, TINY, load, run_here
-from harness import Run, folders, refusal
+from conftest import HUB, TINY, folders, load, run_here
+from harness import Run, refusal
 
 from steadygpt.base import retry
 from steadygpt.base.durable import lock_folder
@@ -28,7 +28,7 @@ from steadygpt.data.shards import read_manifest, write_shard
 # what is wrong with the files of a working directory
 
 SHARD, MANIFEST = Path("data/tiny_train_000001.npy"), Path("data/manifest.json")
-RUN = Path("reference/ckpt")  # of a finished run of 8 steps
+RUN = Path("reference")  # of a finished run of 8 steps
 
 
 def nothing() -> None: ...
@@ -171,7 +171,7 @@ FLAGS: list[tuple] = [
         "num_layers", "num_heads", "embd_size", "context_length", "total_batch_size", "keep_checkpoints", "log_freq",
         "eval_tokens")),
     *((f"train --run_name '{name}'", "--run_name is ") for name in (
-        "/x", "../x", "a/../../x", "a//b", "a/", ".", "a\n", "\x1b[2J", "x" * 201)),
+        "a\n", "\x1b[2J", "x" * 201)),
     (f"generate --seed {HUGE}", "expected 0 to"),
     (f"generate --num_seq {HUGE}", "expected 1 to 10,000"),
     ("generate --num_seq 0", "1 to 10,000"),
@@ -213,7 +213,7 @@ FLAGS: list[tuple] = [
     # Files and folders that are missing or hold something else.
     ("train --checkpoint_dir a\udcff", "'a\\udcff': not valid utf-8"),
     *((f"train --{flags}", f"cannot write to {flags[-4:]}: a file, or a link to nothing", links) for flags in (
-        "checkpoint_dir gone", "checkpoint_dir loop", "checkpoint_dir data --logdir loop")),
+        "checkpoint_dir gone", "checkpoint_dir loop")),
     ("train --config no-such-preset", "--config no-such-preset: no such file or preset; expected a .toml file (see "),
     (f"look {'x' * 300}", "File name too long; change its permissions, or give another path"),
     ("train --config train.yaml", "expected a .toml file (see docs/from-other-trainers.md) or one of: gpt-neox-1.2b"),
@@ -232,7 +232,7 @@ FLAGS: list[tuple] = [
     ("convert_hf none.pt out.pt", "none.pt"),
     ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),
     ("monitor_training none",
-     "none: no run; found no status.json there or in its subfolders. Try the --checkpoint_dir of a run."),
+     "none: no run; found no status.json there or below. Try the --checkpoint_dir of a run."),
     # TOML files.
     ("train --config bad.toml", "bad.toml: unknown argument '--num_layer'; did you mean", toml("num_layer = 4")),
     ("train --config bad.toml", "bad.toml: unknown argument '--n_layer'; use --num_layers", toml("n_layer = 4")),
@@ -433,14 +433,11 @@ def test_a_long_value_is_refused_within_a_second():
     assert time.process_time() - before_s < 1
 
 
-def test_a_second_trainer_in_the_same_folder_is_refused(workdir, capsys):
+def test_a_second_trainer_in_the_same_folder_is_refused(workdir):
     first = Run("--max_steps", "100000", *folders("run"))
     first.wait_for(r"^step +3/")
-    with pytest.raises(UserError, match=f"run/ckpt: in use by process {first.ranks[0].pid} on"):
+    with pytest.raises(UserError, match=f"run: in use by process {first.ranks[0].pid} on"):
         run_here(*folders("run"), "--resume")
-    assert run_here("--checkpoint_dir", "other", "--logdir", "run/logs", "--run_name", "other") == 0
-    name = "other, with its logs in run/logs/other, because runs/other or run/logs belongs to another run"
-    assert f"name         {name}" in capsys.readouterr().out
     first.kill()
     # The kernel releases the lock of a killed process.
     assert run_here("--max_steps", "100000", "--max_hours", "1e-9", *folders("run"), "--resume", "auto") == 0

@@ -21,7 +21,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import counted
 
 EVERY_2 = ("--checkpoint_freq", "2")
-METRICS = Path("logs/metrics.jsonl")
+METRICS = Path("checkpoints/metrics.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def replayed(workdir, capsys):
         status = main([*flags])
         assert contents() == before
         *lines, log = capsys.readouterr().out.splitlines()
-        path = re.fullmatch(r"the log of the replay is (replay-\S+/logs/log.txt); you can delete replay-\S+", log)[1]
+        path = re.fullmatch(r"the log of the replay is (replay-\S+/log.txt); you can delete replay-\S+", log)[1]
         assert "stopped (SIGINT)" in Path(path).read_text() or "finished" in Path(path).read_text()
         return status, lines
 
@@ -124,7 +124,7 @@ def test_a_run_whose_options_batch_and_mixture_changed_is_replayed_after_the_cha
 ], ids=["modern", "fp16", "infinite losses"])  # fmt: skip
 def test_other_models_precisions_and_bad_steps_are_replayed(replayed, flags):
     assert run_here(*flags, *EVERY_2) == 0
-    assert (None in metrics("logs", "loss").values()) == ("1e30" in flags)
+    assert (None in metrics("checkpoints", "loss").values()) == ("1e30" in flags)
     assert replayed("--steps", "2:7") == equal(2, 7)
 
 
@@ -159,7 +159,7 @@ def test_a_run_on_two_ranks_is_replayed_on_two(replayed, workdir):
 
 def test_a_number_changed_in_the_records_is_named(replayed):
     assert run_here(*EVERY_2) == 0
-    true = metrics("logs", "loss")[5]
+    true = metrics("checkpoints", "loss")[5]
 
     def change(line: dict) -> None:
         if line["step"] == 5 and "loss" in line:
@@ -224,7 +224,9 @@ def test_steps_without_a_checkpoint_or_a_record_are_refused(workdir):
     with pytest.raises(UserError, match=left):
         main(["--step", "5"])
     METRICS.unlink()
-    with pytest.raises(UserError, match=r"logs/metrics.jsonl: no record of step 6; choose other steps, or restore"):
+    with pytest.raises(
+        UserError, match=r"checkpoints/metrics.jsonl: no record of step 6; choose other steps, or restore"
+    ):
         main(["--step", "6"])
 
 

@@ -13,8 +13,11 @@ import pytest
 from conftest import (
     MODERN,
     TINY,
+    assert_same_state,
     command,
     environment,
+    evaluations,
+    folders,
     in_ranks,
     load,
     metrics,
@@ -24,7 +27,6 @@ from conftest import (
 )
 from harness import Run, run_to_end
 from injected import do_in_step, signal_at
-from stories import own_folders as folders
 
 import train
 from steadygpt.base.options import UserError
@@ -71,7 +73,7 @@ def test_run_without_standard_streams_trains_and_resumes(workdir):
     for closed, *flags in ("stdin stdout stderr",), ("stdout", "--resume", "--max_steps", "9"):
         run = Run(*flags, *A, faults=[partial(close_streams, closed)])
         assert run.wait() == [0], run.text()
-    log = Path("logs-a/log.txt").read_text()
+    log = Path("a/log.txt").read_text()
     assert "finished after 8 steps" in log and "finished after 9 steps" in log
     assert load("a/latest.pt")["step"] == 9
 
@@ -92,7 +94,7 @@ def test_best_model_has_the_lowest_validation_loss(workdir):
     """Its step is saved for it."""
     flags = ("--max_steps", "30", "--max_lr", "1e-2", "--eval_freq", "5")
     assert run_here(*flags, *A) == 0
-    val_losses = metrics("logs-a", "val_loss")
+    val_losses = metrics("a", "val_loss")
     best_step = min(val_losses, key=val_losses.get)
     best = load("a/best_model.pt")
     assert best["step"] == best_step
@@ -121,7 +123,7 @@ def test_a_link_to_a_checkpoint_of_another_folder_is_replaced_and_its_target_kep
     before = os.stat("a/latest.pt").st_mtime_ns
     Path("b").mkdir()
     Path("b/latest.pt").symlink_to("../a/latest.pt")
-    assert train.main([*flags, "--logdir", "logs-b", "--max_steps", "6"]) == 0
+    assert train.main([*flags, "--max_steps", "6"]) == 0
     assert [load(name)["step"] for name in ("a/latest.pt", "b/latest.pt", "b/latest_backup.pt")] == [4, 6, 4]
     assert not any(path.is_symlink() for path in Path("b").iterdir())
     assert os.stat("a/latest.pt").st_mtime_ns == before
@@ -149,18 +151,28 @@ def test_resume_auto_starts_a_new_run_in_an_empty_folder_and_leaves_a_finished_o
     assert os.stat("a/latest.pt").st_mtime_ns == before
 
 
-def test_checkpoints_and_logs_can_share_a_folder(workdir):
-    assert run_here("--checkpoint_dir", "a", "--logdir", "a") == 0
-    assert run_here("--checkpoint_dir", "a", "--logdir", "a", "--resume", "--max_steps", "9") == 0
-    assert len(metrics("a", "loss")) == 9
+def listed(folder: str, capsys) -> dict[str, list[str]]:
+    """Return file -> step, epoch and losses of a row of --list_checkpoints."""
+    capsys.readouterr()
+    assert run_here("--list_checkpoints", "--checkpoint_dir", folder) == 0
+    return {row.split()[0]: row.split()[1:7] for row in capsys.readouterr().out.splitlines()[1:-1]}
 
 
-def test_resume_before_the_best_model_warns_that_it_will_be_replaced(workdir, capsys):
+def test_going_back_keeps_the_best_model_and_the_losses_of_the_files_that_are_kept(workdir, capsys):
     assert run_here("--eval_freq", "4", "--checkpoint_freq", "2", *A) == 0
-    best = load("a/best_model.pt")["step"]
-    assert run_here("--resume", "a/rolling_step_000002.pt", "--logdir", "logs-a") == 0
-    warning = f"warning: a/best_model.pt: of step {best}; the next best model replaces it. Copy it to keep it"
-    assert warning in capsys.readouterr().err
+    best = load("a/best_model.pt")
+    before = listed("a", capsys)
+    assert best["step"] >= 4
+    flags = ("--max_lr", "0", "--min_lr", "0", "--allow_changes", "--eval_freq", "3")
+    assert run_here("--resume", "a/rolling_step_000002.pt", "--max_steps", "5", *flags) == 0
+    assert_same_state(load("a/best_model.pt"), best)
+    after = listed("a", capsys)
+    assert after["latest.pt"][0] == "5"
+    assert {name for name, row in after.items() if row == before.get(name)} == {
+        "best_model.pt", "rolling_step_000002.pt", "rolling_step_000004.pt", "rolling_step_000006.pt",
+        "rolling_step_000008.pt",
+    }  # fmt: skip
+    assert list(evaluations("a")) == [3, 5]
 
 
 def test_corrupt_evaluations_are_a_warning_and_are_replaced(workdir, capsys):
@@ -169,7 +181,7 @@ def test_corrupt_evaluations_are_a_warning_and_are_replaced(workdir, capsys):
     assert run_here("--resume", "--eval_freq", "4", "--max_steps", "12", *A) == 0
     warning = r"^warning: a/evaluations.json: not JSON \(.*; its validation losses are ignored$"
     assert re.search(warning, capsys.readouterr().err, re.MULTILINE)
-    assert list(json.loads(Path("a/evaluations.json").read_text())) == ["8", "12"]
+    assert list(evaluations("a")) == [8, 12]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +197,7 @@ def test_resume_takes_options_from_the_checkpoint_and_reports_changes(workdir, c
     assert "resumed      from a/latest.pt at step 4" in out
     config = options_in("a/latest.pt")
     assert (load("a/latest.pt")["step"], config.embd_size, config.weight_decay) == (6, 16, 0.5)
-    assert list(metrics("logs-a", "loss")) == list(range(6))
+    assert list(metrics("a", "loss")) == list(range(6))
 
 
 def test_resumed_run_keeps_its_warmup(workdir):
@@ -231,7 +243,7 @@ def test_more_ranks_compute_fewer_rows_at_once(workdir, capsys):
     for flags in (("--resume", "--max_steps", "6"), folders("b")):
         in_ranks(2, partial(with_rows, folder=workdir), *flags)
     fewer = "rows         2 per micro-step instead of --mini_batch_size 4: a step has 2 rows on each of 2 ranks"
-    for log in ("logs-a/log.txt", "logs-b/log.txt"):
+    for log in ("a/log.txt", "b/log.txt"):
         lines = Path(log).read_text().splitlines()
         assert fewer in lines
         assert not [line for line in lines if line.startswith("changed      mini_batch_size")]
@@ -265,9 +277,9 @@ def test_micro_steps_count_rows_as_long_as_those_of_the_initial_weights(workdir,
 def test_cost_and_elapsed_time_add_up_over_resumes(workdir):
     assert run_here("--gpu_hour_cost", "3600", *A) == 0
     first = load("a/latest.pt")["elapsed_s"]
-    assert metrics("logs-a", "cost")[0] == pytest.approx(first, abs=2)  # one device at a cost of 1 per second
+    assert metrics("a", "cost")[0] == pytest.approx(first, abs=2)  # one device at a cost of 1 per second
     assert run_here("--gpu_hour_cost", "3600", *A, "--resume", "--max_steps", "9") == 0
-    assert metrics("logs-a", "cost")[8] > 2 * first
+    assert metrics("a", "cost")[8] > 2 * first
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -87,18 +87,17 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
     """A wrong answer, a preset by name, data by number; folders of another run are not used."""
     write_data(Path("data/more"))
     Path("checkpoints/test").mkdir(parents=True)
-    Path("logs/test-2").mkdir(parents=True)
     status, screen = on_terminal(script, "99\n", "test\n", "2\n", "\n")
     assert status == 0, screen
     assert "6\tgpt2: GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB\n" in screen
     assert "preset [quickstart]: 99\n  found 99; expected an entry of the list, or its number from 1 to 13" in screen
-    folders = "--checkpoint_dir checkpoints/test-3 --logdir logs/test-3"
+    folders = "--checkpoint_dir checkpoints/test-2"
     flags = f"--config test --data_dir data/more --use_tensorboard {folders}"
     assert f"train.py {flags}\nthe plan\n" in screen and f"output of {flags}\n" in screen
-    assert Path("monitor").read_text() == "checkpoints/test-3"
+    assert Path("monitor").read_text() == "checkpoints/test-2"
     process = stop(screen)
     assert os.getpgid(process) == process  # so Ctrl-C in the monitor does not reach it
-    while "stopped" not in Path("checkpoints/test-3/console.txt").read_text():
+    while "stopped" not in Path("checkpoints/test-2/console.txt").read_text():
         time.sleep(0.05)
 
 

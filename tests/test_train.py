@@ -5,13 +5,11 @@ import json
 import math
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import FSDP, MODERN, load, metrics, run_here, write_data, write_examples
-from stories import own_folders as folders
+from conftest import FSDP, MODERN, evaluations, folders, load, metrics, run_here, write_data, write_examples
 
 import train
 from steadygpt.base.options import UserError
@@ -26,9 +24,9 @@ DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
 def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     assert run_here("--max_steps", "60", "--max_lr", "1e-2", "--eval_freq", "30", *folders("a")) == 0
-    losses, val_losses = metrics("logs-a", "loss"), metrics("logs-a", "val_loss")
+    losses, val_losses = metrics("a", "loss"), metrics("a", "val_loss")
     assert list(losses) == list(range(60))
-    assert list(val_losses) == list(metrics("logs-a", "val_bpb")) == [30, 60]
+    assert list(val_losses) == list(metrics("a", "val_bpb")) == [30, 60]
     assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 257, the loss of a uniform prediction
     assert losses[59] < losses[0] - 1
     out = capsys.readouterr().out
@@ -46,14 +44,14 @@ def test_each_step_has_its_own_dropout_masks(workdir):
     constant = "--data_dir same --shuffle_rows off --max_lr 1e-12 --min_lr 0 --weight_decay 0 --dropout".split()
     for dropout in ("0", "0.5"):
         assert run_here(*constant, dropout, *folders(dropout)) == 0
-    without, masked = (set(metrics(f"logs-{dropout}", "loss").values()) for dropout in ("0", "0.5"))
+    without, masked = (set(metrics(f"{dropout}", "loss").values()) for dropout in ("0", "0.5"))
     assert max(without) - min(without) < 1e-5
     assert len(masked) == 8
 
 
 def test_gradients_are_clipped(workdir):
     assert run_here("--max_steps", "1", "--warmup_steps", "0", "--grad_clip", "0.01") == 0
-    [norm] = metrics("logs", "grad_norm").values()
+    [norm] = metrics("checkpoints", "grad_norm").values()
     kept = load("checkpoints/latest.pt")["optimizer"].values()
     moment = math.sqrt(sum(state["exp_avg"].square().sum().item() for state in kept))
     assert moment == pytest.approx((1 - TrainConfig.adam_beta1) * 0.01, rel=1e-3)
@@ -73,7 +71,7 @@ def test_muon_has_a_learning_rate_of_its_own(workdir):
 def test_reduced_precision_stays_close_to_fp32(workdir, precision, recipe):
     assert run_here(*recipe, *folders("a")) == 0
     assert run_here(*recipe, "--precision", precision, *folders("b")) == 0
-    one, other = metrics("logs-a", "loss"), metrics("logs-b", "loss")
+    one, other = metrics("a", "loss"), metrics("b", "loss")
     assert one != other
     assert other == pytest.approx(one, abs=0.05)
     scaler = load("b/latest.pt")["scaler"]
@@ -82,7 +80,7 @@ def test_reduced_precision_stays_close_to_fp32(workdir, precision, recipe):
 
 def test_profile_records_the_requested_steps(workdir, capsys):
     assert run_here("--profile", "2", "--run_name", "traced", *folders("a")) == 0
-    path = workdir / "runs/traced/rank0.pt.trace.json.gz"
+    path = workdir / "a/tensorboard/rank0.pt.trace.json.gz"
     assert f"trace in {path.relative_to(workdir)}" in capsys.readouterr().out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
@@ -135,11 +133,11 @@ def test_hellaswag_runs_during_training(workdir):
     write_examples(workdir)
     flags = ("--eval_freq", "8", "--hellaswag_freq", "4", "--hellaswag_file", "hs.jsonl")
     assert run_here(*flags, *folders("a")) == 0
-    assert metrics("logs-a", "hellaswag_acc")[8] in (0, 0.5)
+    assert metrics("a", "hellaswag_acc")[8] in (0, 0.5)
     names = ("hellaswag_acc", "hellaswag_acc_norm")
-    measured = {step: {name: metrics("logs-a", name)[step] for name in names} for step in (4, 8)}
-    measured[8] |= {name: metrics("logs-a", name)[8] for name in ("val_loss", "val_bpb")}
-    assert json.loads(Path("a/evaluations.json").read_text()) == {str(step): measured[step] for step in (4, 8)}
+    measured = {step: {name: metrics("a", name)[step] for name in names} for step in (4, 8)}
+    measured[8] |= {name: metrics("a", name)[8] for name in ("val_loss", "val_bpb")}
+    assert evaluations("a") == measured
 
 
 def test_shards_of_other_tools_need_no_manifest(workdir):
@@ -171,7 +169,7 @@ def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatc
     validate = train.validate
     monkeypatch.setattr(train, "validate", lambda *args: time.sleep(1) or validate(*args))
     assert run_here("--eval_freq", "4", "--max_steps", "5") == 0
-    assert metrics("logs", "step_ms")[4] < 1000
+    assert metrics("checkpoints", "step_ms")[4] < 1000
 
 
 def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):

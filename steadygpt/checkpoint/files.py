@@ -17,7 +17,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from steadygpt.base.durable import check_regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
-from steadygpt.base.typed import Count, Loss, parse_json, typed
+from steadygpt.base.typed import Count, Loss, typed
+from steadygpt.checkpoint.evaluations import StartId, origin
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.digests import check_digests
@@ -40,12 +41,9 @@ FORMAT_VERSION = 5
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
-EVALUATIONS = "evaluations.json"
 FOREIGN = "see convert_hf.py for files of other programs"
 ADVICE = f"take another checkpoint, or the version of SteadyGPT that wrote it; {FOREIGN}"
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
-Measured = Annotated[float, -100]  # CORE may be below 0
-Evaluations = dict[int, dict[str, Measured | None]]  # step -> {"val_loss": ..., "hellaswag_acc": ..., "core": ...}
 
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
@@ -61,11 +59,16 @@ WITHOUT_RUN = {
 }
 
 
-class Start(TypedDict):
+class FirstStep(TypedDict):
+    """Where a start began."""
+
+    id: StartId  # of the start, random
+    step: Count  # the first one of the start
+
+
+class Start(FirstStep):
     """What one start of a run trained on, and how."""
 
-    id: Annotated[str, r"[0-9a-f]{16}"]  # of the start, random
-    step: Count  # the first one of the start
     row: Count  # of the first step
     options: dict[str, Any]  # of KEPT, as they were asked for
     decisions: dict[str, Any]  # the values of DECIDED that hold in their place
@@ -157,6 +160,7 @@ class Head:
 
     saved_at: Annotated[float, 0, 2**32]  # less than Weights allow, so that there is room for later ones
     step: Count
+    origin: str = ""  # the id of the start that took the step, see evaluations.origin()
     epoch: Loss | None = None
     loss: Loss | None = None
     val_loss: Loss | None = None
@@ -298,9 +302,19 @@ class _Plain(pickle._Unpickler):
     def persistent_load(self, storage: object) -> None: ...
 
 
+class Lineage(TypedDict):
+    """The part of a checkpoint's content that identifies its weights."""
+
+    step: Count
+    starts: list[FirstStep]
+
+
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
-    return typed(load_verified(path, only_plain=True), Head, path, ADVICE)
+    content = load_verified(path, only_plain=True)
+    head = typed(content, Head, path, ADVICE)
+    lineage = typed(content, Lineage, path, ADVICE)
+    return replace(head, origin=origin(lineage["starts"], head.step))
 
 
 # Reads a file only once, because thousands of files take seconds.
@@ -405,12 +419,3 @@ def find_checkpoint(which: str, folder: Path) -> Found:
 def aside(path: Path) -> Path:
     """Return an unused name for a damaged file, so that it is kept but not taken for a checkpoint."""
     return path.with_name(f"{path.name}.skipped-{datetime.now():%Y%m%d-%H%M%S-%f}")
-
-
-def read_evaluations(name: object, content: bytes) -> Evaluations:
-    """Return the content of an evaluations.json, or {} with a warning if it does not fit."""
-    try:
-        return parse_json(content, Evaluations, name, "its validation losses are ignored")
-    except UserError as error:
-        say(f"warning: {error}")
-        return {}

@@ -1,7 +1,7 @@
 """The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
 
     step_000250-1795329120.123456.pt          a checkpoint, uploaded once: its step and saved_at
-    evaluations.json  logs/  tensorboard/     of the run
+    evaluations.json  log.txt  metrics.jsonl  tensorboard/     as in the folder of the run
     index.json                                the run, and the checkpoint that each name refers to
 
 The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
@@ -24,16 +24,18 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, parse_json, typed
+from steadygpt.checkpoint.evaluations import EVALUATIONS, content_of, merged, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.data.stores import Store
 from steadygpt.log.metrics import LOGS
+from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 
 Result = TypeVar("Result")
 INDEX = "index.json"
 # Besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
-OF_LOGS = "|".join(map(re.escape, LOGS))
-FILES = re.compile(rf"evaluations\.json|logs/({OF_LOGS})|tensorboard/events\.out\.tfevents\.[\w.-]+")
+OF_FOLDER = "|".join(map(re.escape, (EVALUATIONS, *LOGS)))
+FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to put the parts of a large file together
@@ -167,12 +169,13 @@ class Mirror:
 
     def upload_files(self, config: TrainConfig) -> None:
         """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
-        paths = {f"{place}{path.name}": path for place, of in folders_of(config).items() for path in of.glob("*")}
-        for name in filter(FILES.fullmatch, paths):
-            stat = paths[name].stat()
+        folder = Path(config.checkpoint_dir)
+        paths = [*folder.iterdir(), *folder.glob(f"{TENSORBOARD}/*")]
+        for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
+            stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                own = content = paths[name].read_bytes()  # taken once: the file may grow
-                if self.has_other_logs and name.startswith("logs/"):
+                own = content = (folder / name).read_bytes()  # taken once: the file may grow
+                if self.has_other_logs and name in LOGS:
                     with suppress(FileNotFoundError):
                         there = self.read(name)
                         content = there + (
@@ -190,24 +193,20 @@ class Mirror:
             self.fs.mv(f"{path}.tmp", path)
 
 
-def folders_of(config: TrainConfig) -> dict[str, Path]:
-    """Return the folders of the FILES of a run, by what their names begin with in the mirror."""
-    tensorboard = Path(config.tensorboard_dir, config.run_name)
-    return {"": Path(config.checkpoint_dir), "logs/": Path(config.logdir), "tensorboard/": tensorboard}
-
-
-def restore_files(mirror: Mirror, config: TrainConfig) -> None:
-    """Download the FILES that are missing here. To a log that is here, the starts on other machines are appended."""
+def restore_files(mirror: Mirror, folder: Path) -> None:
+    """Download the FILES that a folder lacks, and add to its logs and evaluations those of starts on other machines."""
     for name in filter(FILES.fullmatch, mirror.sizes()):
-        folder, slash, file = name.rpartition("/")
-        target = folders_of(config)[folder + slash] / file
-        if not target.exists():
-            content = mirror.read(name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, methodcaller("write", content))
-        elif folder == "logs":  # a file of events belongs to one start: one of its name may be another run's
+        target = folder / name
+        if name in LOGS and target.exists():
             with open(target, "r+b", opener=no_link) as log:
                 log.write(missing_lines(log.read(), mirror.read(name)))
+        elif name == EVALUATIONS or not target.exists():  # a file of events belongs to one start
+            content = mirror.read(name)
+            if name == EVALUATIONS:
+                there = parse_evaluations(content, f"{mirror.url}/{name}")
+                content = content_of(merged(read_evaluations(folder), there))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(target, methodcaller("write", content))
 
 
 def missing_lines(here: bytes, there: bytes) -> bytes:

@@ -1,6 +1,5 @@
 """When a run saves, and a writer that makes saves durable in the background."""
 
-import json
 import math
 import os
 import time
@@ -13,6 +12,16 @@ import torch
 from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
+from steadygpt.checkpoint.evaluations import (
+    EVALUATIONS,
+    Evaluations,
+    Scores,
+    content_of,
+    every_score,
+    of_run,
+    origin,
+    read_evaluations,
+)
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
@@ -90,9 +99,13 @@ class Saves:
         return best
 
     def best_val_loss(self, saved: float | None) -> float | None:
-        """Return the lowest known validation loss: a checkpoint was saved before the evaluation of its step."""
-        known = self.writer.evaluations.values() if self.writer else ()
-        losses = [saved, *(scores.get("val_loss") for scores in known)]
+        """Return the lowest validation loss of the folder, also of steps that a return to an older checkpoint undoes.
+
+        A checkpoint may not know it: it was saved before the evaluation of its step.
+        """
+        losses = [saved]
+        if self.writer:
+            losses += [scores.get("val_loss") for _, scores in every_score(self.writer.evaluations)]
         return self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
 
     def is_saved(self, step: int) -> bool:
@@ -137,13 +150,14 @@ class Saves:
 class CheckpointWriter:
     """Writes in the background, one job at a time; used on rank 0 only."""
 
-    def __init__(self, config: TrainConfig, log: RunLog, uploads: Uploads | None = None):
-        self.config, self.log, self.uploads, self.folder = config, log, uploads, Path(config.checkpoint_dir)
+    def __init__(self, config: TrainConfig, starts: list[files.Start], log: RunLog, uploads: Uploads | None = None):
+        self.config, self.starts, self.log, self.uploads = config, starts, log, uploads
+        self.folder = Path(config.checkpoint_dir)
         for stale in self.folder.glob(STALE):
             stale.unlink()
         # Head.order of each checkpoint whose head can be read; others are never deleted. Read once: a save changes few.
         self.orders = {file.path.name: file.order for file in files.scan(self.folder) if file.head}
-        self.evaluations: files.Evaluations = {}
+        self.evaluations: Evaluations = {}
         self.failed, self.saved_at_s = 0, time.monotonic()  # consecutive failures; the last good save, or the start
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=compute_alone)
         self.job: Future | None = None  # the newest one, which ends last
@@ -157,22 +171,18 @@ class CheckpointWriter:
                 files.read_checkpoint(latest)
             except UserError:  # it is damaged, or cannot be read at this moment
                 self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(files.aside(latest)).name}")
-        if (best := self.orders.get(files.BEST, order)[1]) > order[1]:
-            self.log.warn(
-                f"{self.folder / files.BEST}: of step {best:,}; the next best model replaces it. Copy it to keep it"
-            )
         # The run begins in a folder of its own, or goes back: a kill before the first save must keep this choice.
         if not is_latest or order < max(self.orders.values()):
             self._write(checkpoint, [])
-        file = self.folder / files.EVALUATIONS
-        evaluations = files.read_evaluations(file, file.read_bytes() if file.exists() else b"{}")
-        self.evaluations = {at: scores for at, scores in evaluations.items() if at <= order[1]}
-        if len(self.evaluations) < len(evaluations):  # later saves would bring the others back
-            self._write_evaluations()
-        for scores in self.evaluations.values():
+        self.evaluations = read_evaluations(self.folder)
+        for scores in self.evaluations_of_run().values():
             self.log.note(**scores)  # for the monitor, until the next evaluation
         if self.uploads:
             self.uploads.start()  # also of a choice to go back
+
+    def evaluations_of_run(self) -> dict[int, Scores]:
+        """Return step -> scores of the steps that have led to the current one."""
+        return of_run(self.evaluations, self.starts)
 
     def submit(self, job: Callable[..., None], *args: object) -> None:
         """Call save() or record() after the jobs before it; return before that is done."""
@@ -203,7 +213,8 @@ class CheckpointWriter:
     def record(self, step: int, scores: dict[str, float], best: bool) -> None:
         """Write evaluations.json; if the step is best, first link best_model.pt to it."""
         plain = {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
-        self.evaluations.setdefault(step, {}).update(plain)
+        of_start = self.evaluations.setdefault(origin(self.starts, step), {})
+        of_start.setdefault(step, {}).update(plain)
         self.log.note(**plain)
         try:
             if best:
@@ -216,11 +227,11 @@ class CheckpointWriter:
             if best and self.uploads:
                 self.uploads.start()
         except Exception as error:  # as in save()
-            self.log.warn(f"{self.folder}: {files.EVALUATIONS} or {files.BEST} was not written: {error}")
+            self.log.warn(f"{self.folder}: {EVALUATIONS} or {files.BEST} was not written: {error}")
 
     def _write_evaluations(self) -> None:
-        content = f"{json.dumps(self.evaluations, indent=1)}\n".encode()
-        replace_file(self.folder / files.EVALUATIONS, lambda file: file.write(content))
+        content = content_of(self.evaluations)
+        replace_file(self.folder / EVALUATIONS, lambda file: file.write(content))
 
     def _write(self, content: dict, tiers: list[str]) -> None:
         """Write a checkpoint to latest.pt, keep the one before as the backup, and delete older ones of each tier."""

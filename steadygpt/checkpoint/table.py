@@ -11,6 +11,7 @@ from typing import Any
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, printable
 from steadygpt.checkpoint import files
+from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.machine.digests import combined
 
@@ -25,10 +26,10 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def _line(name: str, head: files.Head | None, size: int, state: str, evaluations: files.Evaluations) -> str:
+def _line(name: str, head: files.Head | None, size: int, state: str, evaluations: Evaluations) -> str:
     """Return the line of a file of so many bytes."""
     # A checkpoint is captured before the evaluation of its step; without one, it has the last one before it.
-    found = vars(head) | evaluations.get(head.step, {}) if head else {}
+    found = vars(head) | evaluations.get(head.origin, {}).get(head.step, {}) if head else {}
     forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f", "core": ".4f"}
     shown = ["-" if found.get(key) is None else format(found[key], form) for key, form in forms.items()]
     age = duration_text(time.time() - head.saved_at) if head else "-"
@@ -40,8 +41,7 @@ def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
     found = files.scan(folder)
     if not found:
         raise files.no_checkpoints(folder)
-    path = folder / files.EVALUATIONS
-    evaluations = files.read_evaluations(path, path.read_bytes() if path.exists() else b"{}")
+    evaluations = read_evaluations(folder)
     states: dict[int, str] = {}  # by inode, so that a file with several names is verified once
     further: list[str] = []
     yield _TITLE
@@ -64,8 +64,10 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     if not there:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
-    content = mirror.patiently(lambda: mirror.read(files.EVALUATIONS)) if files.EVALUATIONS in sizes else b"{}"
-    evaluations = files.read_evaluations(f"{mirror.url}/{files.EVALUATIONS}", content)
+    evaluations: Evaluations = {}
+    if EVALUATIONS in sizes:
+        content = mirror.patiently(lambda: mirror.read(EVALUATIONS))
+        evaluations = parse_evaluations(content, f"{mirror.url}/{EVALUATIONS}")
     yield _TITLE
     for name, entry in there.items():
         state = "complete" if sizes.get(entry.file) == entry.size else "missing or incomplete"

@@ -9,9 +9,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,7 +19,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
-LOGS = (LOG, METRICS)  # in --logdir, all of which a mirror keeps
+LOGS = (LOG, METRICS)  # which a run only appends to
 LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
 
@@ -39,8 +38,8 @@ class StartLine(TypedDict):
 
 # fmt: off
 Status = TypedDict("Status", {  # noqa: UP013 (a line for each type); times are in Unix seconds
-    "status": str, "reason": str, "doing": str, "run_name": str, "run_id": str, "mirror": str, "device": str,
-    "logdirs": list[str], "host": str, "resume": str, "summary": list[str], "warnings": list[str],
+    "status": str, "reason": str, "doing": str, "run_name": str, "mirror": str, "device": str,
+    "host": str, "resume": str, "summary": list[str], "warnings": list[str],
     "load": dict[str, float], "pid": Count, "ranks": Count, "step": Count, "max_steps": Count,
     "tokens": Count, "eta_s": float, "checkpoint_bytes": Count, "loss": float, "val_loss": float,
     "val_bpb": float, "expected_low": float, "expected_high": float, "hellaswag_acc_norm": float, "core": float,
@@ -109,34 +108,6 @@ def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[t
 def read_records(path: Path, key: str = "step") -> list[Record]:
     """Return the records of a metrics.jsonl that have a key and that no later start repeats, from the first on."""
     return [record for _, records in [*segments(path, key=key)][::-1] for record in records]
-
-
-def owner(logdir: str | Path) -> str:
-    """Return the id of the run that has begun the last start in a folder of logs, "" if there is none."""
-    # A ValueError: the file is empty.
-    with suppress(OSError, ValueError), open(Path(logdir, METRICS), "rb", opener=no_link) as file:
-        content = mmap(file.fileno(), 0, access=ACCESS_READ)
-        end = len(content)
-        while (end := content.rfind(b', "start": ', 0, end)) >= 0:
-            content.seek(content.rfind(b"\n", 0, end) + 1)
-            with suppress(UserError):
-                return parse_json(content.readline(), StartLine, logdir, "")["run"]
-    return ""
-
-
-def places_of(logdir: str | Path, folder: Path) -> list[str]:
-    """Return where the logs of a run are: relative to the folder of its checkpoints, and absolute."""
-    return [os.path.relpath(os.path.realpath(logdir), os.path.realpath(folder)), str(Path(logdir).absolute())]
-
-
-def find_logs(places: Iterable[str], folder: Path, run: str) -> Path | None:
-    """Return the first one of `places_of` a run that has its logs: the relative one fits if both folders were moved."""
-    for place in places:
-        logdir = Path(os.path.normpath(Path(os.path.realpath(folder), place)))
-        with suppress(OSError, ValueError):  # the file may name an impossible folder
-            if run and owner(logdir) == run:
-                return logdir
-    return None
 
 
 def read_status(folder: Path) -> Status:

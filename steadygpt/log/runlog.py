@@ -23,7 +23,7 @@ from steadygpt.base.retry import brief
 from steadygpt.base.text import duration_text, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.metrics import LOG, METRICS, STATUS, LineFile, Metrics, places_of, without_nan
+from steadygpt.log.metrics import LOG, METRICS, STATUS, LineFile, Metrics, without_nan
 from steadygpt.log.system import SystemMetrics
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import WandbSink
@@ -49,23 +49,20 @@ class RunLog:
         self.lock = threading.RLock()
         self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
         self.facts: dict[str, Any] = {  # of status.json
-            "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.run_name,
+            "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.name,
             "step": 0, "max_steps": config.max_steps,
             "mirror": config.mirror, "ranks": ranks.world_size, "device": device_name(ranks.device),
             "host": socket.gethostname(), "pid": os.getpid(),
-            "logdirs": places_of(config.logdir, Path(config.checkpoint_dir)),
-            "tensorboard": str(Path(config.tensorboard_dir, config.run_name).absolute()) * config.use_tensorboard,
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
         self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that tell() calls; {}: only print
 
     def open(self, first_step: int, start: Mapping[str, Any]) -> None:
         """Open the files and sinks of a run, on rank 0; `start` has "run", "id", "parent" and "how" of StartLine."""
-        config, logdir = self.config, Path(self.config.logdir)
-        logdir.mkdir(parents=True, exist_ok=True)
-        self.sinks = {LOG: LineFile(logdir / LOG), METRICS: Metrics(logdir / METRICS)}
-        self.note(step=first_step, run_id=start["run"])
-        self.say(labelled("run", config.run_name))
+        config, folder = self.config, Path(self.config.checkpoint_dir)
+        self.sinks = {LOG: LineFile(folder / LOG), METRICS: Metrics(folder / METRICS)}
+        self.note(step=first_step)
+        self.say(labelled("run", config.name))
         with self._surviving(LOG):
             for line in self.facts["warnings"]:  # which were only printed so far
                 self.sinks[LOG].write(f"warning: {line}")
@@ -77,7 +74,7 @@ class RunLog:
         if config.use_tensorboard:
             self.sinks["TensorBoard"] = TensorBoard(config, first_step)
         if config.alert_url:
-            self.sinks["alerts"] = Alerts(config.alert_url, config.run_name, self.warn)
+            self.sinks["alerts"] = Alerts(config.alert_url, config.name, self.warn)
         if config.system_metrics_s:
             self.sinks["system"] = SystemMetrics(config.system_metrics_s, self.ranks.device, self.load, self.warn)
 

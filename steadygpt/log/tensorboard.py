@@ -8,6 +8,7 @@ from torch import nn
 from steadygpt.base.options import shown_options
 from steadygpt.config import TrainConfig
 
+FOLDER = "tensorboard"  # in the run's folder
 HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
 
 
@@ -21,7 +22,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer = SummaryWriter(str(Path(config.tensorboard_dir, config.run_name)), purge_step=start_step)
+        self.writer = SummaryWriter(str(Path(config.checkpoint_dir, FOLDER)), purge_step=start_step)
         self.flush, self.close = self.writer.flush, self.writer.close
         options = {name: value for name, value in shown_options(config).items() if value != ""}
         for summary in hparams(options, {"eval/val_loss": None, "train/loss": None}):

@@ -14,6 +14,7 @@ from steadygpt.base.retry import brief
 from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import METRICS, segments
 
+FOLDER = "wandb"  # which wandb makes in the run's folder
 FINISH_S = 60.0  # for W&B to take the last rows
 
 
@@ -31,8 +32,11 @@ class WandbSink:
     """
 
     def __init__(self, config: TrainConfig, start: Mapping[str, Any], warn: Callable[[str], object]):
-        starts = (line for line, _ in segments(Path(config.logdir, METRICS), math.inf) if line["run"] == start["run"])
-        known = next((line["wandb"] for line in starts if line["wandb"]), None)
+        known = None
+        for line, _ in segments(Path(config.checkpoint_dir, METRICS), math.inf):  # the newest start first
+            if line["run"] == start["run"] and line["wandb"]:
+                known = line["wandb"]
+                break
         continues = Path(config.resume).stem in ("latest", "auto")  # otherwise W&B chooses a new id
         shown = shown_options(config)
         has_secrets = any(value for option, value in vars(config).items() if option not in shown)
@@ -42,8 +46,8 @@ class WandbSink:
             # log.txt has the output. W&B's metadata would have the command line.
             settings = wandb.Settings(console="off", quiet=True, x_disable_meta=has_secrets)
             init = partial(
-                wandb.init, project=os.environ.get("WANDB_PROJECT", "steadygpt"), name=config.run_name, resume="allow",
-                dir=Path(config.logdir).absolute(), config=shown, settings=settings,
+                wandb.init, project=os.environ.get("WANDB_PROJECT", "steadygpt"), name=config.name, resume="allow",
+                dir=Path(config.checkpoint_dir).absolute(), config=shown, settings=settings,
             )  # fmt: skip
             self.run = init(id=known if continues and wandb.setup().settings.mode != "offline" else None)
         except Exception as error:  # wandb raises its own errors for logins, networks and names

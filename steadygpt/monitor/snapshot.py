@@ -1,6 +1,7 @@
-"""Snapshots of a run, taken from its files and its process, and whether it is alive."""
+"""Snapshots of the runs in a folder, taken from their files and processes, and whether they are alive."""
 
 import math
+import os
 import re
 import shlex
 import socket
@@ -8,19 +9,19 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import read_json
-from steadygpt.log.metrics import METRICS, STATUS, Status, find_logs
+from steadygpt.log.metrics import METRICS, STATUS, Status, read_status
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
@@ -41,18 +42,37 @@ POINT = re.compile(
 class Snapshot:
     """What is known of a run at one moment."""
 
-    folder: Path  # of the checkpoints
+    folder: Path
     status: Status
     process: str  # exists, suspended, gone, or elsewhere: on another machine
     heartbeat_age_s: float  # since status.json was renewed
     saved_at: float | None  # when the last save was written; None: there was none
-    curves: dict[str, Curve]  # loss and val_loss
+    curves: dict[str, Curve] = field(default_factory=dict)  # loss and val_loss
+    others: dict[str, "Snapshot"] = field(
+        default_factory=dict
+    )  # runs beside or below this one, without curves, by folder
+
+    @classmethod
+    def take(cls, folder: Path, status: Status, heartbeat_s: float, **more: Any) -> "Snapshot":
+        """Look at the process and the checkpoints of a run whose status.json was renewed at a time."""
+        saved = folder / "latest.pt"
+        is_here = status.get("host", socket.gethostname()) == socket.gethostname()
+        return cls(
+            folder=folder,
+            status=status,
+            process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
+            heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
+            saved_at=saved.stat().st_mtime if saved.exists() else None,
+            **more,
+        )
 
 
 def watch(run_folder: str) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run in a checkpoint folder whenever the next one is asked for."""
-    folder = find_run(Path(run_folder).expanduser())
-    path, saved, curves = folder / STATUS, folder / "latest.pt", Curves(Path())
+    """Yield a snapshot of the run in a folder, or else of the newest one below it, whenever the next is asked for."""
+    top = Path(run_folder).expanduser()
+    folder = find_runs(top)[0]
+    path = folder / STATUS
+    curves = Curves(folder / METRICS)
     read = partial(read_json, path, Status, "a run that is alive writes this file again within seconds")
     status: Status = read()
     heartbeat_s = status.get("updated_at") or path.stat().st_mtime
@@ -62,21 +82,10 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
         while (status := read()) == before and time.time() < until_s:
             time.sleep(0.5)
         heartbeat_s = time.time() if status != before else min(heartbeat_s, path.stat().st_mtime, time.time())
-    known: tuple | None = None
     while True:
-        places = status.get("logdirs", []), folder, status.get("run_id", "")
-        if places != known or not curves.path.exists():  # also if the user has removed the run and started another one
-            known, curves = places, Curves((find_logs(*places) or folder) / METRICS)
         curves.read()
-        is_here = status.get("host", socket.gethostname()) == socket.gethostname()
-        yield Snapshot(
-            folder=folder,
-            status=status,
-            process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
-            heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
-            saved_at=saved.stat().st_mtime if saved.exists() else None,
-            curves={name: thin(curve) for name, curve in curves.by_name.items()},
-        )
+        points = {name: thin(curve) for name, curve in curves.by_name.items()}
+        yield Snapshot.take(folder, status, heartbeat_s, curves=points, others=other_runs(top, folder))
         with suppress(OSError, UserError):  # otherwise the last good one is shown
             before, status = status, read()
             if status != before:
@@ -84,14 +93,27 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
                 heartbeat_s = time.time()
 
 
-def find_run(folder: Path) -> Path:
-    """Return the folder if it has a status.json, or else its subfolder with the newest one."""
-    found = list(folder.glob(STATUS)) or list(folder.glob(f"*/{STATUS}"))
-    if not found:
-        raise UserError(
-            f"{folder}: no run; found no {STATUS} there or in its subfolders. Try the --checkpoint_dir of a run."
-        )
-    return max(found, key=lambda path: path.stat().st_mtime).parent
+def find_runs(top: Path) -> list[Path]:
+    """Return the folders that have a status.json: first `top` if it has one, then those below it, newest first."""
+    renewed_at = {}
+    for pattern in (STATUS, f"*/{STATUS}", f"*/*/{STATUS}"):
+        for path in top.glob(pattern):
+            with suppress(OSError):  # the user has removed it meanwhile
+                renewed_at[path.parent] = path.stat().st_mtime
+    if not renewed_at:
+        raise UserError(f"{top}: no run; found no {STATUS} there or below. Try the --checkpoint_dir of a run.")
+    return sorted(renewed_at, key=lambda folder: (folder == top, renewed_at[folder]), reverse=True)
+
+
+def other_runs(top: Path, folder: Path) -> dict[str, Snapshot]:
+    """Return snapshots of the runs in a folder and below it, but for the one in `folder`, by their path from there."""
+    snapshots = {}
+    for other in find_runs(top):
+        if other != folder:
+            with suppress(OSError):
+                renewed_at_s = (other / STATUS).stat().st_mtime
+                snapshots[str(other.relative_to(top))] = Snapshot.take(other, read_status(other), renewed_at_s)
+    return snapshots
 
 
 def process_state(pid: int | None, heartbeat_s: float) -> str:
@@ -108,12 +130,21 @@ class Curves:
     """The losses in a metrics.jsonl, which is read as it grows; broken lines are skipped."""
 
     def __init__(self, path: Path):
-        self.path, self.size = path, 0  # in bytes, of what was read
+        self.path = path
+        self.forget(inode=0)
+
+    def forget(self, inode: int) -> None:
+        """Begin again, with the file of an inode."""
+        self.inode = inode
+        self.size = 0  # in bytes, of what was read
         self.by_name: dict[str, Curve] = {"loss": [], "val_loss": []}
 
     def read(self) -> None:
         """Read what was written since the last call."""
         with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self.inode or stat.st_size < self.size:  # another run is in this folder now
+                self.forget(stat.st_ino)
             file.seek(self.size)
             for line in file:
                 if not line.endswith(b"\n"):  # not written completely yet

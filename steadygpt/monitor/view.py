@@ -39,6 +39,7 @@ GPU_FORMS = {
 COUNT_UNITS = ("", " k", " M", " B", " T")
 LABEL_WIDTH = 8  # of the values beside a chart
 MIN_CHART_ROWS = 5
+MAX_OTHERS = 8  # other runs that are listed
 # The bits of a braille character's dots, from the top to the bottom of its left and its right column.
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
@@ -51,7 +52,7 @@ def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
     load = status.get("load", {}) if is_running else {}
     # After the end the newest warning is advice, so it may take several lines.
     warnings = [line_of(("warning ", "yellow"), line, no_wrap=is_running) for line in status.get("warnings", [])[-3:]]
-    above = [*heading(status, state), "", facts(snapshot, load), "", *gpus(load)]
+    above = [*heading(status, state), "", facts(snapshot, load), "", *gpus(load), *other_runs(snapshot)]
     below = [*warnings, *map(line_of, status.get("summary", ())), line_of((f"{snapshot.folder}   {hint}", "dim"))]
     rows = console.height - len(console.render_lines(Group(*above, *below))) - 2  # with an empty line
     if rows >= MIN_CHART_ROWS and any(snapshot.curves.values()):
@@ -121,6 +122,25 @@ def gpus(load: Mapping[str, float]) -> list[RenderableType]:
         values = [form.format(value) for form, value in known.items() if value is not None]
         lines.append(line_of((f"GPU {number}", "dim"), *values))
     return [Columns(lines, column_first=True, padding=(0, 2)), ""] if lines else []
+
+
+def other_runs(snapshot: Snapshot) -> list[RenderableType]:
+    """Return a line for each of the other runs in the folder, the newest first, and an empty line."""
+    if not snapshot.others:
+        return []
+    columns = [Column("other runs", no_wrap=True), *(Column(no_wrap=True, justify="right") for _ in range(4))]
+    table = Table(*columns, box=None, header_style="dim", pad_edge=False)
+    for name, other in list(snapshot.others.items())[:MAX_OTHERS]:
+        status = other.status
+        state = state_of(other).name
+        step = f"step {status.get('step', 0):,} of {status.get('max_steps', 0):,}"
+        loss = f"loss {status['loss']:.4f}" if "loss" in status else ""
+        val_loss = f"val loss {status['val_loss']:.4f}" if "val_loss" in status else ""
+        table.add_row(line_of(name), line_of((state, COLOURS.get(state, "red"))), step, loss, val_loss)
+    left_out = len(snapshot.others) - MAX_OTHERS
+    if left_out > 0:
+        table.add_row(f"and {left_out:,} more")
+    return [table, ""]
 
 
 def chart(curves: Mapping[str, Curve], width: int, height: int) -> list[RenderableType]:

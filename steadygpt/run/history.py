@@ -3,8 +3,7 @@
 import os
 import secrets
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,17 +15,16 @@ from steadygpt import code_digest
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
-from steadygpt.base.text import STAMP, labelled
+from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Damaged, Mirror
 from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
-from steadygpt.log.metrics import owner
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.data import Data, find_data
-from steadygpt.run.identity import Identity, read_run
+from steadygpt.run.identity import RUN, Identity, read_run
 
 WORDS = ("latest", "auto", *files.NAMED)  # what --resume takes besides files
 IN_USE = "wait for it to end, or use another --checkpoint_dir"
@@ -83,7 +81,9 @@ def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, he
     # A mirror has the newest of all machines.
     if compares and not ranks.from_main(lambda: bool(config.mirror or read_run(folder).places.get("mirror"))):
         check_other_machines(folder, ranks)
-    history = ranks.on_main(lambda: named(_open_on_main(config, given, held), ignored))
+    history = ranks.on_main(lambda: _open_on_main(config, given, held))
+    if history:
+        history = replace(history, notes=(*ignored, *history.notes))
     without_tensors = ranks.broadcast(history and history.without_tensors())
     return history or cast(History, without_tensors)
 
@@ -175,7 +175,7 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
         files.check_folder(folder, here / files.LATEST if which else None)
     if not which:
         return _with_weights(config, given)
-    run = read_run(here).copied(here) if is_fork else read_run(here)
+    run = Identity() if is_fork else read_run(here)
     config = run.placed(config, given)
     if config.mirror and config.trains and which in WORDS:
         found, run = find_newest(config, run)
@@ -186,20 +186,22 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
         found = files.find_checkpoint(which, folder)
     if not (found.path and found.checkpoint):
         nowhere = f"from step 0: no checkpoints in {folder}" + f" or {config.mirror}" * bool(config.mirror)
-        history = replace(_with_weights(config, given), run=Identity() if run.other else run)
+        history = replace(_with_weights(config, given), run=Identity() if run.original else run)
         return replace(history, notes=(labelled("new run", nowhere),))
     if not found.checkpoint["starts"]:
         raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
     renamed = {file: files.aside(file) for file in found.damaged if config.trains and not is_fork}
     damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
     notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
-    if not (run.other or run.places):
-        text = f"this user has not started the run in {folder}, so its name, logs and mirror are not known; give them"
-        notes.append(labelled("places", text))
     of_mirror = f" (restored from {config.mirror})" * bool(found.downloaded)
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
     config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
     notes += [labelled("changed", line) for line in changes]
+    about = f"a new run in {folder}, with {config.mirror or 'no mirror'}"
+    if is_fork:
+        notes.append(labelled("fork", about))
+    elif run.original:
+        notes.append(labelled("copy", f"of {run.original}: {about}"))
     return History(
         config, given, decisions, found.checkpoint, path=found.path, is_fork=is_fork, run=run,
         downloaded=found.downloaded, renamed=renamed, notes=tuple(notes),
@@ -218,7 +220,8 @@ def find_newest(config: TrainConfig, run: Identity) -> tuple[files.Found, Identi
         corrupt = [file for file in files.checkpoint_files(folder) if which not in files.NAMED or file == path]
         found, problem = files.Found(damaged={file: f"{file}: corrupt" for file in corrupt}), str(error)
     newest_s = found.checkpoint["saved_at"] if found.checkpoint else 0
-    mirror = Mirror(url, run.id if files.checkpoint_files(folder) else "")  # an empty folder takes any run's
+    holds_run = (folder / RUN).exists() or files.checkpoint_files(folder)
+    mirror = Mirror(url, run.id if holds_run else "")  # an empty folder takes any run's
     try:
         index = mirror.patiently(mirror.index)
         if index.checkpoints:
@@ -253,40 +256,6 @@ def _with_weights(config: TrainConfig, given: Mapping[str, str]) -> History:
     own = weights["model_config"].items()
     kept = {name: value for name, value in own if name not in {*given, "dropout", "vocab_size"}}
     return History(replace(config, **kept), given, weights=weights)
-
-
-def named(history: History, notes_before: Sequence[str] = ()) -> History:
-    """Return the history with the name of the run and the folder of its logs, and say if they are not those asked for.
-
-    A run keeps its name; a fork or a copy is named RUN-from-STEP. A name that is new here and has a TensorBoard folder
-    already gets a time stamp, because TensorBoard would hide the older points. Another run's folder of logs gets a
-    subfolder.
-    """
-    config, run, wanted = history.config, history.run, history.config.run_name
-    logdir, tensorboard, notes = Path(config.logdir), Path(config.tensorboard_dir), [*notes_before, *history.notes]
-    if run.other and wanted in ("", run.name):
-        wanted = f"{run.name or 'run'}-from-{history.step}"
-    name = wanted = wanted or run.name or time.strftime(f"gpt-{STAMP}-{os.getpid()}")
-    is_own = not run.other and f"{run.name}-".startswith(f"{wanted}-")  # the command of the first start also resumes
-    if is_own:
-        name = wanted = run.name
-    # Of a run that only its mirror knows, logdir is not known.
-    is_used = not (is_own and "logdir" in run.places) and (tensorboard / name).exists()
-    if is_used and (owner(logdir) != run.id or (run.name and not is_own)):
-        name = f"{wanted}-{time.strftime(STAMP)}"
-    # A copy of a folder has a copy of the logs inside it, and may have been killed before it has logged anything.
-    is_inside = Path(os.path.realpath(logdir)).is_relative_to(os.path.realpath(config.checkpoint_dir))
-    is_copy = not history.is_fork and (run.other or run.places.get("logdir") == config.logdir)
-    while owner(logdir) not in ("", run.id) and not (is_inside and is_copy):
-        logdir /= name
-    about = f"{name}, with its logs in {logdir}"
-    if run.other:
-        text = f"of {run.other}; this is the run {about}, and with {config.mirror or 'no mirror'}"
-        notes.append(labelled("fork" if history.is_fork else "copy", text))
-    elif (name, logdir) != (wanted, Path(config.logdir)):
-        used = f"{tensorboard / wanted} or {config.logdir}"
-        notes.append(labelled("name", f"{about}, because {used} belongs to another run"))
-    return replace(history, config=replace(config, run_name=name, logdir=str(logdir)), notes=tuple(notes))
 
 
 def resumed(last: files.Start, config: TrainConfig, given: Mapping[str, str]) -> tuple[TrainConfig, dict, list[str]]:

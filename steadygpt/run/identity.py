@@ -1,104 +1,85 @@
-"""run.json in a checkpoint folder: which run the folder is, and where that writes besides the folder.
+"""run.json in a run's folder: which run the folder is, and where that run writes besides the folder.
 
-A run is a folder. Moved, or restored to its old place, the folder is the same run; a copy of it is another one.
-
-A folder may come from a stranger, so it decides no place. The command line does, or the copy of run.json in the home of
-the user who started the run, which no folder can bring along.
+A run is a folder. Moved, or restored to its old place, the folder is the same run. Any other folder with this run.json
+is a copy, which is another run. A stranger's folder is such a copy, so its run.json decides nothing.
 """
 
+import hashlib
 import json
 import os
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import IO, Annotated, Any, TypedDict
 
 from steadygpt.base.durable import replace_file
-from steadygpt.base.progress import say
 from steadygpt.base.typed import read_json
 from steadygpt.config import FIELDS, TrainConfig
-from steadygpt.log.metrics import find_logs, places_of
 
 RUN = "run.json"
 PLACES = [name for name, f in FIELDS.items() if f.metadata["on_resume"] == "place"]
+MACHINE_ID = Path("/etc/machine-id")
 
 
 class RunFile(TypedDict):
-    """The content of run.json, and of the copy of it that the user has."""
+    """The content of run.json."""
 
     id: Annotated[str, "[0-9a-f]{16}"]
-    host: str  # of the last start
+    options: TrainConfig  # those of PLACES
+    machine: str  # of the last start, see this_machine()
     folder: str  # its real path there
-    inode: int  # of the folder
-    logs: list[str]  # see places_of()
-    options: TrainConfig  # those of PLACES; logdir is absolute
+    inodes: tuple[int, int]  # of the folder, and of this file: two disks may give one number to their top folders
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A run, by default a new one, and what is known of the run whose checkpoint it resumes from."""
+    """A run, by default a new one."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    places: dict[str, Any] = field(default_factory=dict)  # options of PLACES, by name, as far as they are known
-    other: str = ""  # the run of the checkpoint, in words, if it is not this one; "" if it is
-
-    @property
-    def name(self) -> str:
-        return self.places.get("run_name", "")
-
-    def copied(self, folder: object) -> "Identity":
-        """Return a new run that resumes from a checkpoint of this one; `folder` is this one's."""
-        other = self.other or f"the run {self.name or self.id} in {folder}"
-        return Identity(places=self.places | {"mirror": ""}, other=other)
+    places: dict[str, Any] = field(default_factory=dict)  # options of PLACES, by name; {} of a new run
+    original: str = ""  # in words, the run that this one is a copy of; "" if it is none
 
     def placed(self, config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
         """Return a configuration with the places of this run that are not given."""
         return replace(config, **{name: place for name, place in self.places.items() if name not in given})
 
 
-def record_of(run_id: str) -> Path:
-    """Return the user's copy of the run.json of a run."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111 (never raises)
-    return Path(state, "steadygpt", f"{run_id}.json")
+def this_machine() -> str:
+    """Return the name of this machine, with a number that machines of the same name do not share, where it has one."""
+    with suppress(OSError):
+        number = MACHINE_ID.read_bytes().strip()
+        if number:  # it is empty in most containers
+            return f"{socket.gethostname()} {hashlib.sha256(b'SteadyGPT ' + number).hexdigest()[:16]}"
+    return socket.gethostname()
 
 
 def read_run(folder: Path) -> Identity:
-    """Return the run in a folder; a new one without run.json, and in a copy of the folder."""
-    advice = "remove it, and give the options of the run again, such as --logdir"
+    """Return the run in a folder: a new one if the folder has no run.json, or is a copy."""
     try:
-        found = read_json(folder / RUN, RunFile, advice)
+        found = read_json(folder / RUN, RunFile, f"remove it, and give {', '.join(f'--{n}' for n in PLACES)} again")
     except FileNotFoundError:
-        return Identity(other=f"a run without {RUN}")
-    run, is_same, place = Identity(found["id"]), found["inode"] == folder.stat().st_ino, Path(found["folder"])
-    if record_of(run.id).exists():
-        own = read_json(record_of(run.id), RunFile, advice)
-        logdir, place = str(find_logs(own["logs"], folder, run.id) or own["options"].logdir), Path(own["folder"])
-        below = os.path.relpath(logdir)
-        run.places.update({name: getattr(own["options"], name) for name in PLACES})
-        run.places["logdir"] = logdir if below.startswith("..") else below
-        if own["host"] == socket.gethostname():  # a backup, or a move across file systems, changes the inode
-            is_there = (place / RUN).exists() and run.id.encode() in (place / RUN).read_bytes()
-            is_same = not is_there or place.samefile(folder)
-    return run if is_same else run.copied(place)
+        return Identity(original=f"a run without {RUN}")
+    is_moved = found["inodes"] == (folder.stat().st_ino, (folder / RUN).stat().st_ino)
+    is_restored = (found["machine"], found["folder"]) == (this_machine(), os.path.realpath(folder))
+    if is_moved or is_restored:
+        return Identity(found["id"], {name: getattr(found["options"], name) for name in PLACES})
+    return Identity(original=f"the run in {found['folder']}")
 
 
 def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
-    """Write run.json, and the user's copy of it."""
-    record = {
-        "id": run_id,
-        "host": socket.gethostname(),
-        "folder": os.path.realpath(folder),
-        "inode": folder.stat().st_ino,
-        "logs": places_of(config.logdir, folder),
-        "options": {name: getattr(config, name) for name in PLACES} | {"logdir": str(Path(config.logdir).absolute())},
-    }
-    content, copy = json.dumps(record, indent=2).encode(), record_of(run_id)
-    try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(copy, lambda file: file.write(content))
-    except OSError as error:
-        advice = "set XDG_STATE_HOME to a folder that is kept, or name run, logs and mirror with each resume"
-        say(f"warning: {copy.parent}: {error.strerror}; the next start will not recognize {folder}; {advice}")
-    replace_file(folder / RUN, lambda file: file.write(content))
+    """Write run.json."""
+
+    def write(file: IO[bytes]) -> None:
+        record = {
+            "id": run_id,
+            "options": {name: getattr(config, name) for name in PLACES},
+            "machine": this_machine(),
+            "folder": os.path.realpath(folder),
+            "inodes": [folder.stat().st_ino, os.fstat(file.fileno()).st_ino],
+        }
+        file.write(f"{json.dumps(record, indent=2)}\n".encode())
+
+    replace_file(folder / RUN, write)

@@ -1,4 +1,4 @@
-"""The files that a run writes: its logs, its checkpoints and its mirror."""
+"""The files that a run writes: its folder and its mirror."""
 
 import os
 import shutil
@@ -10,12 +10,14 @@ from steadygpt.base.durable import fsync_folder, lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import EVALUATIONS, check_folder
+from steadygpt.checkpoint.files import check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
 from steadygpt.checkpoint.saves import STALE, CheckpointWriter
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.log.metrics import METRICS
 from steadygpt.log.runlog import RunLog
+from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
+from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.run.history import IN_USE
 from steadygpt.run.identity import write_run
 from steadygpt.run.memory import checkpoint_bytes
@@ -25,9 +27,9 @@ from steadygpt.run.starts import note_of_start
 
 
 def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
-    """Open the folders, mirror and logs of a run on rank 0; `held` closes the log and releases the locks."""
+    """Open the folder, mirror and logs of a run on rank 0; `held` closes the log and releases the lock."""
     config, history, starts = plan.config, plan.history, plan.starts
-    folder, logdir = Path(config.checkpoint_dir), Path(config.logdir)
+    folder = Path(config.checkpoint_dir)
     if not config.resume:  # otherwise open_history() has locked it
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
@@ -36,10 +38,11 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
     if free < size and disk.total:  # 0: the file system does not say
         found = f"{bytes_text(size)} needed for a checkpoint, {bytes_text(free)} free"
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
-    if os.path.realpath(logdir) != os.path.realpath(folder):  # resolve() raises for a loop of links
-        held.enter_context(lock_folder(logdir, "give this run another --logdir"))
-    mirror = Mirror(config.mirror, history.run.id, config.run_name) if config.mirror else None
-    if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):
+    for subfolder in (folder / TENSORBOARD, folder / WANDB):
+        if subfolder.is_symlink():  # in a folder from elsewhere, it may lead anywhere
+            raise UserError(f"{subfolder}: a link; expected a folder, since a run writes into its own. Remove the link")
+    mirror = Mirror(config.mirror, history.run.id, config.name) if config.mirror else None
+    if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
         raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
     with suppress(NoAnswer):  # the first upload claims it
         if mirror:
@@ -48,23 +51,21 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
     for damaged, name in history.renamed.items():  # saves would replace or delete them
         damaged.rename(name)
     if history.downloaded and history.path:
-        if mirror and mirror.is_claimed:
-            (folder / EVALUATIONS).unlink(missing_ok=True)  # restore_files() downloads that of the mirror
         os.replace(history.downloaded, history.path)
         fsync_folder(folder)
     if mirror and mirror.is_claimed:
         if history.checkpoint:
-            mirror.patiently(partial(restore_files, mirror, config))
+            mirror.patiently(partial(restore_files, mirror, folder))
         mirror.has_other_logs = False
     uploads = Uploads(mirror, config, log) if mirror else None
-    writer = CheckpointWriter(config, log, uploads)
+    writer = CheckpointWriter(config, starts, log, uploads)
     now, repeats = {"run": history.run.id, **note_of_start(config, starts)}, Repeats(log)
     if checkpoint := history.checkpoint:
         if history.is_fork:
             # It has this run's options. The file belongs to the other run, as does the best model so far.
             checkpoint = checkpoint | {"starts": starts, "best_val_loss": None}
         writer.resume(checkpoint, None if history.is_fork else history.path)
-        records, reason = repeated_records(logdir / METRICS, history.step, now["parent"], now["how"])
+        records, reason = repeated_records(folder / METRICS, history.step, now["parent"], now["how"])
         is_exact = config.repeats_bits(plan.ranks.device.type, plan.ranks.world_size)
         repeats = Repeats(log, history.step, records, reason, is_exact)
     log.note(checkpoint_bytes=size)

@@ -4,7 +4,8 @@ import shlex
 from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import Evaluations, TrainState
+from steadygpt.checkpoint.evaluations import Evaluations, Scores, every_score
+from steadygpt.checkpoint.files import TrainState
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -48,7 +49,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
             of_sets.append(f"{name.removeprefix('val_loss/')} {loss:.4f}")
     if of_sets:
         lines["validation"] = ", ".join(of_sets)
-    core = [scores["core"] for scores in evaluations.values() if "core" in scores]
+    core = [scores["core"] for scores in saves.writer.evaluations_of_run().values() if "core" in scores]
     if core:
         lines["CORE"] = f"{core[-1]:.4f}"
 
@@ -76,11 +77,11 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     return [end, *(labelled(name, text) for name, text in lines.items())]
 
 
-def scores_of(evaluations: Evaluations, val_loss: float | None) -> dict[str, float | None]:
+def scores_of(evaluations: Evaluations, val_loss: float | None) -> Scores:
     """Return the scores of the first evaluation with this validation loss; {} if there is none."""
     if val_loss is None:
         return {}
-    for scores in evaluations.values():
+    for _, scores in every_score(evaluations):
         if scores.get("val_loss") == val_loss:
             return scores
     return {}
@@ -96,7 +97,7 @@ def losses_text(state: TrainState, evaluations: Evaluations) -> str:
             text += f" ({bits:.4f} bits per byte)"
     if state.best_val_loss is not None:
         text += f", best {state.best_val_loss:.4f}"
-        for step, scores in evaluations.items():
+        for step, scores in every_score(evaluations):
             if scores.get("val_loss") == state.best_val_loss:
                 text += f" at step {step:,}"
                 break

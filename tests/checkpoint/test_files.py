@@ -69,7 +69,7 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
     evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"core": -0.25}}
-    (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
+    (tmp_path / "evaluations.json").write_text(json.dumps({"0" * 16: evaluations, "1" * 16: {"10": {"val_loss": 9.0}}}))
     head, *lines, last = checkpoint_table(tmp_path)
     assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "CORE", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
@@ -116,8 +116,8 @@ def test_table_names_a_number_that_cannot_be(tmp_path, loss):
 
 
 @pytest.mark.parametrize(("text", "problem"), [
-    ('{"10": {"val_loss": -1e308}}', "['10']['val_loss'] is -1e+308; expected -100 or more"),
-    ('{"ten": {}}', "a key of the content is 'ten'; expected an integer"),
+    ('{"%s": {"10": {"val_loss": -1e308}}}' % ("0" * 16), "['10']['val_loss'] is -1e+308; expected -100 or more"),
+    ('{"%s": {"ten": {}}}' % ("0" * 16), " is 'ten'; expected an integer"),
     pytest.param("[" * 99_999, "not JSON (", id="deep"),
 ])  # fmt: skip
 def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, capsys, text, problem):
@@ -125,7 +125,7 @@ def test_evaluations_that_do_not_fit_are_a_warning(tmp_path, capsys, text, probl
     (tmp_path / "evaluations.json").write_text(text)
     assert len([*checkpoint_table(tmp_path)]) == 3
     warning = capsys.readouterr().err
-    assert warning.startswith(f"warning: {tmp_path}/evaluations.json: {problem}")
+    assert warning.startswith(f"warning: {tmp_path}/evaluations.json: ") and problem in warning
     assert warning.endswith("; its validation losses are ignored\n")
 
 

@@ -1,7 +1,6 @@
 """Timed saves, and saves that the disk or the file system hinders."""
 
 import errno
-import json
 import math
 import os
 import re
@@ -10,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -22,8 +22,11 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
 from steadygpt.checkpoint.files import ROLLING, TrainState, find_checkpoint
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
+from steadygpt.checkpoint.table import checkpoint_table
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined
+
+STARTS = run_content(0)["starts"]
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def run(tmp_path, monkeypatch):
         run.captured.append(run.step)
         return run_content(run.step)
 
-    writer = CheckpointWriter(config, run.log)
+    writer = CheckpointWriter(config, STARTS, run.log)
     run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, stop, writer)
 
     def save_if_due():
@@ -62,7 +65,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def writer(tmp_path):
     """A writer that keeps two rolling checkpoints; writer.write(step, *tiers) saves a step."""
-    writer = CheckpointWriter(TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=2), Mock())
+    writer = CheckpointWriter(TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=2), STARTS, Mock())
     writer.write = lambda step, *tiers: writer.save(step, run_content(step), [*tiers])
     return writer
 
@@ -206,7 +209,7 @@ def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_re
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     write_checkpoint(tmp_path, 80, ROLLING.format(80), saved_at=1e9)  # before the run went back
     damage(tmp_path / ROLLING.format(10), "truncated")
-    CheckpointWriter(writer.config, Mock()).save(50, run_content(50), [ROLLING.format(50)])
+    CheckpointWriter(writer.config, STARTS, Mock()).save(50, run_content(50), [ROLLING.format(50)])
     assert names(tmp_path)[1:] == [ROLLING.format(step) for step in (10, 40, 50)]
 
 
@@ -215,18 +218,55 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path,
     for step in (10, 20, 30, 40):
         monkeypatch.setattr(time, "time", lambda step=step: 1e9 - step)
         if starts > 1:
-            writer = CheckpointWriter(writer.config, Mock())
+            writer = CheckpointWriter(writer.config, STARTS, Mock())
         writer.save(step, run_content(step), [ROLLING.format(step)])
     assert names(tmp_path) == ["latest.pt", "latest_backup.pt", ROLLING.format(30), ROLLING.format(40)]
     assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 40
 
 
-def test_going_back_forgets_the_evaluations_after_the_checkpoint(writer, tmp_path):
-    write_checkpoint(tmp_path, 8, "latest.pt")
-    (tmp_path / "evaluations.json").write_text(json.dumps({step: {"val_loss": 3.0} for step in (2, 4, 6)}))
-    CheckpointWriter(writer.config, Mock()).resume(run_content(4), None)
-    assert json.loads((tmp_path / "evaluations.json").read_text()).keys() == {"2", "4"}
-    assert steps(tmp_path) == {"latest.pt": 4, "latest_backup.pt": 8}
+@pytest.mark.parametrize("seed", range(10))
+def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_back(tmp_path, seed):
+    """Starts resume from any file; some evaluate the first step, whose weights the start before has computed."""
+    random = Random(seed)
+    ranks, config = Ranks(torch.device("cpu")), TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=4)
+    measured: dict[float, float] = {}  # the weights, known by their training loss -> validation loss
+    content = run_content(0)
+    for number in range(8):
+        there = [*tmp_path.glob("*.pt")]
+        if there:
+            path = random.choice(there)
+            content = load(path)
+            content["starts"].append(STARTS[0] | {"id": f"{number:016x}", "step": content["step"]})
+        writer = CheckpointWriter(config, content["starts"], Mock())
+        if there:
+            writer.resume(content, path)
+        manager = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
+        state = TrainState(step=content["step"], best_val_loss=manager.best_val_loss(content["best_val_loss"]))
+        assert state.best_val_loss == min(measured.values(), default=None)
+        if not there:
+            content["loss"] = random.random()
+        for _ in range(random.randint(1, 6)):
+
+            def save(manager=manager, content=content, state=state):
+                tiers = [ROLLING.format(state.step)] if random.random() < 0.5 else []
+                saved = content | {"step": state.step, "best_val_loss": state.best_val_loss}
+                manager.save(state.step, lambda: saved, tiers)
+
+            if random.random() < 0.7:
+                save()
+            if random.random() < 0.5 and content["loss"] not in measured:
+                measured[content["loss"]] = random.random()
+                manager.evaluated(state, {"val_loss": measured[content["loss"]]}, save)
+            manager.wait()
+            state.step += 1
+            content = content | {"loss": random.random()}
+        rows = [row.split() for row in [*checkpoint_table(tmp_path)][1:-1]]
+        assert rows
+        for _, _, _, loss, val_loss, *_ in rows:
+            [known] = [f"{measured[one]:.4f}" for one in measured if f"{one:.4f}" == loss] or ["-"]
+            assert val_loss == known
+        if measured:
+            assert load(tmp_path / "best_model.pt")["loss"] == min(measured, key=measured.get)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,7 +362,7 @@ def stopped(workdir, capsys) -> Path:
     ("--resume", "--eval_only", "--eval_freq", "1"),
     ("--resume", "--num_layers", "3"),  # refused
     ("--resume", "--data_dir", "nowhere"),  # refused
-    ("--resume", "checkpoints", "--checkpoint_dir", "fork", "--logdir", "fork"),
+    ("--resume", "checkpoints", "--checkpoint_dir", "fork"),
 ])  # fmt: skip
 def test_nothing_is_renamed_by_what_only_reads_or_is_refused(stopped, capsys, flags):
     before = files_of(stopped)
@@ -345,7 +385,7 @@ def test_a_choice_of_an_older_file_keeps_a_newest_one_that_cannot_be_read(workdi
     [kept] = Path("checkpoints").glob("latest.pt.skipped-*")
     assert (kept.is_dir(), kept.is_symlink()) == (how == "folder", how == "link")
     warning = f"warning: {latest}: not a readable checkpoint; renamed {kept.name}"
-    assert warning in capsys.readouterr().err and warning in Path("logs/log.txt").read_text()
+    assert warning in capsys.readouterr().err and warning in Path("checkpoints/log.txt").read_text()
     assert load(latest)["step"] == 6
 
 
@@ -373,7 +413,7 @@ def test_muon_beta2_may_be_switched_off_and_on(workdir):
 def save_slowly(folder: str) -> None:
     with joined("cpu", timeout_minutes=0.05) as ranks:
         config = TrainConfig(checkpoint_dir=folder, checkpoint_minutes=0.0)
-        writer = CheckpointWriter(config, Mock()) if ranks.is_main else None
+        writer = CheckpointWriter(config, STARTS, Mock()) if ranks.is_main else None
         saves = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
         real = torch.save
         torch.save = lambda *args: (time.sleep(5), real(*args))

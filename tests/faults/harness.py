@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from conftest import TINY, assert_same_state, command, environment, fork, load, metrics, need_gpus, run_here
+from conftest import TINY, assert_same_state, command, environment, folders, fork, load, metrics, need_gpus, run_here
 
 from steadygpt.base.options import run_cli
-from steadygpt.run.identity import RUN, record_of
+from steadygpt.run.identity import RUN
 
 TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports
@@ -157,11 +157,6 @@ def wait_for_files(run: Run, folder: Path, pattern: str, count: int) -> None:
         time.sleep(0.001)
 
 
-def folders(name: str) -> tuple[str, ...]:
-    """Return the flags that put checkpoints and logs into the folder `name`, which may be a copy of a run's."""
-    return "--checkpoint_dir", f"{name}/ckpt", "--logdir", f"{name}/logs", "--run_name", "tiny"
-
-
 def run_to_end(*flags: str, **options) -> str:
     """Run until the end, with exit status 0 on all ranks; return the output."""
     run = Run(*flags, **options)
@@ -183,9 +178,9 @@ def refusal(*flags: str, **options) -> str:
 
 def assert_equals_reference(name: str, *measured: str) -> None:
     """Assert that the run in the folder `name` ended bitwise equal to the uninterrupted run in "reference"."""
-    assert_same_state(load("reference/ckpt/latest.pt"), load(f"{name}/ckpt/latest.pt"))
+    assert_same_state(load("reference/latest.pt"), load(f"{name}/latest.pt"))
     for key in measured or ("loss", "grad_norm"):
-        assert metrics("reference/logs", key) == metrics(f"{name}/logs", key), key
+        assert metrics("reference", key) == metrics(f"{name}", key), key
 
 
 def assert_resumes(name: str, *flags: str, ranks: int = 1, measured: Sequence[str] = ()) -> None:
@@ -239,6 +234,6 @@ def free_port() -> int:
 
 
 def continue_here(folder: Path) -> None:
-    """Make the copy of a run's folder the same run, as if it had been moved there."""
-    record = record_of(json.loads((folder / RUN).read_text())["id"])
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"folder": str(folder.resolve())}))
+    """Make the copy of a run's folder the same run, as if it had been restored there."""
+    record = json.loads((folder / RUN).read_text())
+    (folder / RUN).write_text(json.dumps(record | {"folder": str(folder.resolve())}))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import load
-from harness import Run, assert_resumes, continue_here, folders
+from conftest import folders, load
+from harness import Run, assert_resumes, continue_here
 from injected import signal_at
 
 
@@ -49,13 +49,12 @@ def test_resume_from_an_older_checkpoint_survives_a_kill(reference, file, step, 
     flags, name = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1"), f"from {step}"
     reference(*flags)
     shutil.copytree("reference", name)
-    continue_here(Path(name, "ckpt"))
+    continue_here(Path(name))
     if damaged:
-        os.truncate(f"{name}/ckpt/latest.pt", 1000)
-    older = ("--resume", f"{name}/ckpt/{file}", *folders(name)[2:])
-    killed = Run(*flags, *older, faults=[partial(signal_at, step, number=signal.SIGKILL)])
+        os.truncate(f"{name}/latest.pt", 1000)
+    killed = Run(*flags, "--resume", f"{name}/{file}", faults=[partial(signal_at, step, number=signal.SIGKILL)])
     assert killed.wait() == [-signal.SIGKILL]
     # The newer checkpoint is kept if it is intact; a corrupt one never becomes the backup.
-    assert load(f"{name}/ckpt/latest_backup.pt")["step"] == (19 if damaged else 20)
+    assert load(f"{name}/latest_backup.pt")["step"] == (19 if damaged else 20)
     assert_resumes(name, *flags)
-    assert f"resumed      from {name}/ckpt/latest.pt at step {step}\n" in Path(name, "logs/log.txt").read_text()
+    assert f"resumed      from {name}/latest.pt at step {step}\n" in Path(name, "log.txt").read_text()

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import command, environment, load, run_here
-from harness import Run, assert_equals_reference, continue_here, folders, refusal, run_to_end
+from conftest import command, environment, folders, load, run_here
+from harness import Run, assert_equals_reference, continue_here, refusal, run_to_end
 from injected import around_step, fail_reads, signal_at
 from test_files import damage
 
@@ -36,11 +36,11 @@ def copied_run(reference, request):
         run_to_end(*FLAGS, *folders("stopped"), faults=[partial(signal_at, 9)])
     name = request.node.name
     shutil.copytree("stopped", name)  # without hard links
-    continue_here(Path(name, "ckpt"))
+    continue_here(Path(name))
     for second, path in enumerate(ORDER):  # the newest has the oldest date
-        os.utime(Path(name, "ckpt", path), (second, second))
-    assert {path: load(f"{name}/ckpt/{path}")["step"] for path in ORDER} == ORDER
-    return name, Path(name, "ckpt")
+        os.utime(Path(name, path), (second, second))
+    assert {path: load(f"{name}/{path}")["step"] for path in ORDER} == ORDER
+    return name, Path(name)
 
 
 def content(name: str) -> dict[Path, bytes]:

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import assert_same_state, load, run_here, scalars
-from harness import Run, folders, refusal, run_to_end
+from conftest import assert_same_state, evaluations, folders, load, run_here, scalars
+from harness import Run, refusal, run_to_end
 from injected import acting_here, do_in_step, fail_save, signal_at
 
 from steadygpt import __version__
@@ -75,7 +75,7 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
     if what == "disk full":
         request.getfixturevalue("small_disk")
     begin, end, error = TROUBLE[what]
-    flags = (*FLAGS, *PATIENT, "--checkpoint_dir", "run", "--logdir", "logs")
+    flags = (*FLAGS, *PATIENT, "--checkpoint_dir", "run")
     run = Run(*flags)
     run.wait_for("^saved step 60 as")
     begin(run)
@@ -98,7 +98,7 @@ def test_training_continues_without_saves_until_they_work_again(workdir, request
     assert stopped > last_saved(text)
     with acting_here(partial(signal_at, stopped)):
         assert run_here(*FLAGS, *folders("reference")) == 0
-    assert_same_state(load("reference/ckpt/latest.pt"), load("run/latest.pt"))
+    assert_same_state(load("reference/latest.pt"), load("run/latest.pt"))
 
 
 def last_saved(text: str) -> int:
@@ -107,18 +107,17 @@ def last_saved(text: str) -> int:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer ends so
 def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk, capsys):
-    flags = (*FLAGS, "--max_steps", "250", "--use_tensorboard", "--eval_freq", "50", "--tensorboard_dir", "run/tb")
+    flags = (*FLAGS, "--max_steps", "250", "--use_tensorboard", "--eval_freq", "50")
     with acting_here(partial(do_in_step, 45, fill_disk), partial(do_in_step, 100, free_space)):
         assert run_here(*flags, *folders("run")) == 0
     said = capsys.readouterr().err
     assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in said
-    assert load("run/ckpt/latest.pt")["step"] == 250
-    steps = [json.loads(line)["step"] for line in Path("run/logs/metrics.jsonl").read_text().splitlines()]
+    assert load("run/latest.pt")["step"] == 250
+    steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 250
     assert steps == sorted(steps)
-    (folder,) = Path("run/tb").iterdir()
     assert "warning: cannot write to TensorBoard: [Errno 28] No space left on device; training" in said
-    assert 30 < max(scalars(folder)["train/loss"]) < 249  # its curves end there until the next start
+    assert 30 < max(scalars("run/tensorboard")["train/loss"]) < 249  # its curves end there until the next start
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.storm)])
@@ -135,7 +134,7 @@ def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
     assert files() == before
     free_space()
     run_to_end(*flags, *resume, "--max_steps", "60", ranks=ranks)
-    assert load("run/ckpt/latest.pt")["step"] == 60
+    assert load("run/latest.pt")["step"] == 60
 
 
 def files() -> dict[Path, bytes]:
@@ -146,7 +145,7 @@ def files() -> dict[Path, bytes]:
 @pytest.mark.storm
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_cannot_save_stops_and_can_be_resumed(small_disk, ranks):
-    flags = (*FLAGS, "--checkpoint_dir", "run", "--logdir", "logs")
+    flags = (*FLAGS, "--checkpoint_dir", "run")
     run = Run(*flags, ranks=ranks)
     run.wait_for("^saved step 40 as")
     fill_disk()
@@ -166,19 +165,19 @@ def test_a_failed_last_save_is_retried(workdir, capsys, error):
     flags = (*"--max_steps 9 --checkpoint_freq 3 --steps_per_epoch 9 --eval_freq 9".split(), *folders("run"))
     with acting_here(partial(fail_save, 2, error)):
         assert run_here(*flags) == 0
-    saved = {path.name for path in checkpoint_files(Path("run/ckpt")) if load(path)["step"] == 9}
+    saved = {path.name for path in checkpoint_files(Path("run")) if load(path)["step"] == 9}
     assert saved == {"latest.pt", "rolling_step_000009.pt", "epoch_00001.pt"}
     out, err = capsys.readouterr()
     assert re.search("step 9 was not saved: (.*Input/output error.*|MemoryError); older saves are intact", err)
     assert "evaluations.json or best_model.pt was not written: step 9 was not saved" in err
     assert out.index("saved step 9 as") < out.index("finished after 9 steps")
-    assert not Path("run/ckpt/best_model.pt").exists() and load("run/ckpt/latest.pt")["best_val_loss"] is not None
+    assert not Path("run/best_model.pt").exists() and load("run/latest.pt")["best_val_loss"] is not None
     assert run_here(*flags, "--resume", "--max_steps", "10") == 0
-    assert list(json.loads(Path("run/ckpt/evaluations.json").read_text())) == ["9", "10"]
+    assert list(evaluations("run")) == [9, 10]
 
 
 def test_the_run_fails_if_its_last_save_fails(small_disk, capsys):
-    flags = ("--max_steps", "60", "--checkpoint_freq", "20", "--checkpoint_dir", "run", "--logdir", "logs")
+    flags = ("--max_steps", "60", "--checkpoint_freq", "20", "--checkpoint_dir", "run")
     with acting_here(partial(do_in_step, 45, fill_disk)):
         assert run_here(*flags) == 1
     assert "failed (the last save failed) after 60 steps" in capsys.readouterr().out
@@ -193,20 +192,19 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir, capsys):
     flags = ("--max_steps", "100", "--checkpoint_freq", "1", "--keep_checkpoints", "3", "--keep_epochs", "2")
     assert run_here(*flags, "--eval_freq", "100", *folders("run")) == 0
     text = capsys.readouterr().out
-    assert sorted(os.listdir("run/ckpt")) == [
+    assert sorted(os.listdir("run")) == [
         ".lock", "best_model.pt", "epoch_00004.pt", "epoch_00005.pt", "evaluations.json", "latest.pt",
-        "latest_backup.pt", "rolling_step_000098.pt", "rolling_step_000099.pt", "rolling_step_000100.pt",
-        "run.json",
-        "status.json",
+        "latest_backup.pt", "log.txt", "metrics.jsonl", "rolling_step_000098.pt", "rolling_step_000099.pt",
+        "rolling_step_000100.pt", "run.json", "status.json",
     ]  # fmt: skip
     # Step 100 is written once and linked to all of its names.
     assert len(re.findall(r"^saved step 100 as ", text, re.M)) == 1
     assert re.search(r"^step 100/100 \| val loss \d+\.\d+ \(best so far\)", text, re.M)
-    assert Path("run/ckpt/best_model.pt").samefile("run/ckpt/rolling_step_000100.pt")
-    assert load("run/ckpt/latest_backup.pt")["step"] == 99
+    assert Path("run/best_model.pt").samefile("run/rolling_step_000100.pt")
+    assert load("run/latest_backup.pt")["step"] == 99
     assert 700 // 16 + 500 // 16 == 74
-    epoch = load("run/ckpt/epoch_00005.pt")
+    epoch = load("run/epoch_00005.pt")
     assert (epoch["step"], epoch["rows_consumed"]) == (93, 372)  # the first step after 370 rows
     assert epoch["epoch"] == pytest.approx(372 / 74)
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["starts"][-1]["commit"])
-    assert f"version      {__version__}, commit {commit[:12]}" in Path("run/logs/log.txt").read_text()
+    assert f"version      {__version__}, commit {commit[:12]}" in Path("run/log.txt").read_text()

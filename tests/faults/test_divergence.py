@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same_state, load, metrics, run_here
-from harness import folders, run_to_end
+from conftest import assert_same_state, folders, load, metrics, run_here
+from harness import run_to_end
 from injected import acting_here, bad_numbers, record_weights, signal_at, weights_of_steps
 
 import train
@@ -34,13 +34,13 @@ def trained(workdir, capsys):
 
 def assert_finite(folder: str) -> None:
     """Assert that all numbers in all checkpoints and in evaluations.json are finite."""
-    for path in Path(folder, "ckpt").glob("*.pt"):
+    for path in Path(folder).glob("*.pt"):
         saved = load(path)
         moments = [tensor for state in saved["optimizer"].values() for tensor in state.values()]
         assert all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]), path
         numbers = (saved["loss"], saved["val_loss"], saved["best_val_loss"], *saved["recent_losses"])
         assert all(number is None or math.isfinite(number) for number in numbers), path
-    for path in Path(folder, "ckpt").glob("evaluations.json"):
+    for path in Path(folder).glob("evaluations.json"):
         assert not re.search("NaN|Infinity", path.read_text()), path
 
 
@@ -49,7 +49,7 @@ def assert_update_skipped(folder: str, first: int, last: int) -> None:
 
     best_val_loss is not compared: the checkpoint of `first` is written before the evaluation of that step.
     """
-    before, after = (load(f"{folder}/ckpt/rolling_step_{step:06d}.pt") for step in (first, last))
+    before, after = (load(f"{folder}/rolling_step_{step:06d}.pt") for step in (first, last))
     assert_same_state(before, after | {key: before[key] for key in ("step", "rows_consumed", "best_val_loss")})
     assert after["step"] - before["step"] == last - first
     assert after["rows_consumed"] - before["rows_consumed"] == 4 * (last - first)
@@ -71,7 +71,7 @@ def test_all_ranks_skip_a_bad_step(workdir):
     for step in BAD:
         assert_update_skipped("run", step, step + 1)
         assert hashes[step - 1, 0] == hashes[step, 0]
-        assert None in (metrics("run/logs", "loss")[step], metrics("run/logs", "grad_norm")[step])  # JSON has no NaN
+        assert None in (metrics("run", "loss")[step], metrics("run", "grad_norm")[step])  # JSON has no NaN
 
 
 @pytest.mark.parametrize("flags", [(), ("--max_lr", "1.5e-4"), ("--precision", "bf16")], ids=["fp32", "max_lr", "bf16"])
@@ -81,8 +81,8 @@ def test_the_commands_suggested_after_bad_steps_work(trained, flags):
     advice = r"^warning: stopping after 3 .* of step 4, .* Resume with (--resume latest .*?), or skip these"
     ((advice),) = re.findall(advice, text, re.M)
     assert ("--precision fp32" in advice) == ("bf16" in flags)
-    state = json.loads(Path("run/ckpt/status.json").read_text())
-    assert (state["status"], state["step"], load("run/ckpt/latest.pt")["step"]) == ("failed", 4, 4)
+    state = json.loads(Path("run/status.json").read_text())
+    assert (state["status"], state["step"], load("run/latest.pt")["step"]) == ("failed", 4, 4)
     assert "3 consecutive steps" in state["reason"]
     assert_finite("run")
     for number, suggestion in enumerate(advice.removeprefix("--resume latest ").split(" or ")):
@@ -109,8 +109,8 @@ def test_bad_steps_within_the_limit_do_not_stop_the_run(trained, limit, steps):
 
 def test_a_nan_validation_loss_is_never_the_best(trained):
     assert trained("--eval_freq", "4", faults=[partial(bad_numbers, ["validation"], "nan loss", 0)])[0] == 0
-    assert load("run/ckpt/latest.pt")["best_val_loss"] is None
-    assert not Path("run/ckpt/best_model.pt").exists()
+    assert load("run/latest.pt")["best_val_loss"] is None
+    assert not Path("run/best_model.pt").exists()
     assert_finite("run")
 
 
@@ -118,24 +118,24 @@ def test_a_nan_validation_loss_is_never_the_best(trained):
 def test_a_loss_spike_is_reported_and_optionally_skipped(trained, skip):
     """The losses before it are those of the checkpoint."""
     trained("--max_steps", "4")
-    torch.save(load("run/ckpt/latest.pt") | {"recent_losses": [5.5, 5.6] * 64}, "run/ckpt/latest.pt")
+    torch.save(load("run/latest.pt") | {"recent_losses": [5.5, 5.6] * 64}, "run/latest.pt")
     _, text = trained("--resume", "--skip_spikes", skip, faults=[partial(bad_numbers, [6], "large loss", 0)])
     (warning,) = re.findall(r"^warning: step 6: loss \S+ is \S+ standard deviations above the mean .*", text, re.M)
     assert ("; its update was skipped" in warning) == (skip == "on")
-    assert {step for step, score in metrics("run/logs", "loss_z").items() if score > 6} == {6}
-    before, after = (load(f"run/ckpt/rolling_step_00000{step}.pt")["model"]["wte.weight"] for step in (6, 7))
+    assert {step for step, score in metrics("run", "loss_z").items() if score > 6} == {6}
+    before, after = (load(f"run/rolling_step_00000{step}.pt")["model"]["wte.weight"] for step in (6, 7))
     assert torch.equal(before, after) == (skip == "on")
 
 
 def test_fp16_overflow_lowers_the_loss_scale_and_is_not_a_bad_step(trained):
     flags = ("--precision", "fp16", "--max_steps")
     assert trained(*flags, "4")[0] == 0
-    saved = load("run/ckpt/latest.pt")
-    torch.save(saved | {"scaler": saved["scaler"] | {"scale": 2.0**100}}, "run/ckpt/latest.pt")
+    saved = load("run/latest.pt")
+    torch.save(saved | {"scaler": saved["scaler"] | {"scale": 2.0**100}}, "run/latest.pt")
     status, text = trained(*flags, "9", "--resume", "--max_bad_steps", "2")
     assert status == 0 and "finished after 9 steps" in text
     assert text.count("too large for fp16: the loss scale is lowered") == 5
-    skipped = load("run/ckpt/latest.pt")
+    skipped = load("run/latest.pt")
     assert skipped["scaler"]["scale"] == 2.0**95
     assert all(torch.equal(tensor, skipped["model"][name]) for name, tensor in saved["model"].items())
 
@@ -147,4 +147,4 @@ def test_weights_that_an_update_makes_infinite_are_not_saved(trained):
     assert status == 1 and "the last save failed) after" in text
     assert re.search(r"step \d was not saved: \S+ has a NaN or an infinite number; older saves are intact", text)
     assert_finite("run")
-    assert load("run/ckpt/latest.pt")["step"] == 4
+    assert load("run/latest.pt")["step"] == 4

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import FSDP, MODERN, TINY, assert_same_state, load, metrics, write_data
-from harness import Run, assert_equals_reference, folders
+from conftest import FSDP, MODERN, TINY, assert_same_state, folders, load, metrics, write_data
+from harness import Run, assert_equals_reference
 from injected import acting_here, bad_numbers, before_validation_batch, signal_at, wait_in_step
 
 import train
@@ -67,7 +67,7 @@ def take(start: Start, recipe: Sequence[str], name: str) -> None:
         assert run.wait() == [start.status] * start.ranks, run.text()
     if start.step is not None:
         later = start.ranks > 1  # ranks agree to stop one micro-step later
-        latest = read_checkpoint(Path(name, "ckpt/latest.pt"))  # a damaged one would be skipped by the next start
+        latest = read_checkpoint(Path(name, "latest.pt"))  # a damaged one would be skipped by the next start
         assert latest["step"] in range(start.step, start.step + later + 1)
 
 
@@ -154,13 +154,13 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
 def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, recipe, starts, of):
     name = run_beside_its_reference(recipe, starts, of)
     assert_equals_reference(name, "loss", "grad_norm", "lr", "loss_z", "val_loss", "val_bpb")
-    one, other = (load(f"{folder}/ckpt/latest.pt") for folder in ("reference", name))
+    one, other = (load(f"{folder}/latest.pt") for folder in ("reference", name))
     for key in ("loss", "val_loss", "recent_losses", "bad_steps", "scaler"):
         assert one[key] == other[key], key
     for file in ("best_model.pt", "stable.pt"):
-        if Path("reference/ckpt", file).exists():
-            assert_same_state(load(f"reference/ckpt/{file}"), load(f"{name}/ckpt/{file}"))
-    log = Path(name, "logs/log.txt").read_text()
+        if Path("reference", file).exists():
+            assert_same_state(load(f"reference/{file}"), load(f"{name}/{file}"))
+    log = Path(name, "log.txt").read_text()
     assert ("warning: resumed at" in log) == any(start.status == 1 for start in starts)  # bad steps were logged
     for start in starts:
         if start.killed:
@@ -209,8 +209,8 @@ def compiled(backend: str) -> list[Start]:
 def test_a_run_ends_close_to_its_reference(run_beside_its_reference, recipe, starts, of):
     name = run_beside_its_reference(recipe, starts, of)
     for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
-        assert metrics(f"{name}/logs", key) == pytest.approx(metrics("reference/logs", key), abs=1e-5), key
-    expected, found = (load(f"{folder}/ckpt/latest.pt") for folder in ("reference", name))
+        assert metrics(f"{name}", key) == pytest.approx(metrics("reference", key), abs=1e-5), key
+    expected, found = (load(f"{folder}/latest.pt") for folder in ("reference", name))
     assert (found.keys(), found["rows_consumed"]) == (expected.keys(), expected["rows_consumed"])
     torch.testing.assert_close(found["model"], expected["model"], atol=1e-6, rtol=0)
     torch.testing.assert_close(found["optimizer"], expected["optimizer"], atol=1e-5, rtol=1e-5)

@@ -37,7 +37,7 @@ from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_core, load_hellaswag
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
-from steadygpt.log.metrics import owner, read_records, read_status
+from steadygpt.log.metrics import read_records, read_status
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.run.history import resumed
@@ -226,11 +226,10 @@ def see_checkpoint() -> None:
 
 
 def see_log() -> None:
-    path = Path("logs/metrics.jsonl")
+    path = Path("checkpoints/metrics.jsonl")
     see_monitor()
     repeated_records(path, 2, "an id", {})
     read_records(path)
-    owner(path.parent)
 
 
 class Reader(NamedTuple):
@@ -255,7 +254,7 @@ READERS = {
     "alone/latest.pt": Reader(mutate, see_checkpoint, 200, accepts=True, named="alone/latest.pt: "),
     "alone/latest.pt, rezipped": Reader(rezipped, see_checkpoint, 30, accepts=True, named="alone/latest.pt: "),
     "made.toml": Reader(of_toml, lambda: parse_args(["--config", "made.toml"]), 100, accepts=True),
-    "logs/metrics.jsonl": Reader(of_a_line, see_log, accepts=True, refuses=False),  # broken lines are skipped
+    "checkpoints/metrics.jsonl": Reader(of_a_line, see_log, accepts=True, refuses=False),  # broken lines are skipped
     "checkpoints/status.json": Reader(of_json, lambda: (read_status(Path("checkpoints")), see_monitor())),
     "checkpoints/run.json": Reader(of_json, lambda: read_run(Path("checkpoints"))),
     "checkpoints/evaluations.json": Reader(

@@ -1,7 +1,6 @@
 """kill -9 at random instants, kill -9 and power cuts at every system call of a save: no reported save is lost."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -12,8 +11,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, TINY, assert_same_state, load, write_data
-from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes, folders
+from conftest import MODERN, TINY, assert_same_state, evaluations, folders, load, write_data
+from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes
 from injected import kill_at, record_save_calls
 
 import replay
@@ -31,7 +30,7 @@ def last_reported(text: str) -> int:
 def save_in_progress(name: str, since_ns: int) -> bool:
     """Return whether a temporary file newer than `since_ns` exists; an earlier process may have left older ones."""
     with contextlib.suppress(FileNotFoundError):  # the save has just finished
-        return any(path.stat().st_mtime_ns > since_ns for path in Path(name, "ckpt").glob(".*.pt.tmp"))
+        return any(path.stat().st_mtime_ns > since_ns for path in Path(name).glob(".*.pt.tmp"))
     return False
 
 
@@ -80,7 +79,7 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
                 assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
             reported = max(reported, last_reported(text))
             if reported >= 0:
-                assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
+                assert find_checkpoint("latest", Path(name)).checkpoint["step"] >= reported
             within_saves += save_in_progress(name, since_ns)
             if re.search("^finished|is finished", text, re.MULTILINE):
                 left.pop(0)
@@ -102,7 +101,7 @@ def hopping(*recipe: str) -> Callable[..., Run]:
     rng = random.Random(repr(recipe))
 
     def start(*flags: str) -> Run:
-        ranks = 1 if "reference/ckpt" in flags else rng.choice([1, 2, 4])
+        ranks = 1 if "reference" in flags else rng.choice([1, 2, 4])
         return run_on(ranks, "--deterministic", "--mini_batch_size", "1", *recipe)(*flags)
 
     return start
@@ -132,7 +131,7 @@ def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "
 ])  # fmt: skip
 def test_kill_at_random_instants(sources, least, where, start, parts, record_property):
     kill_repeatedly(least, start, where, record_property, parts)
-    assert phase_of(load("run0/ckpt/latest.pt")["starts"]).number == len(parts) - 1
+    assert phase_of(load("run0/latest.pt")["starts"]).number == len(parts) - 1
 
 
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [
@@ -152,9 +151,9 @@ def test_hopping_kills_while_the_mixture_changes_twice_have_the_bits_of_one_proc
     """All steps of a killed run from its first checkpoint on are then replayed, start by start."""
     where = "1, 2 or 4 ranks while the mixture changes twice"
     kill_repeatedly(6, hopping("--keep_checkpoints", "100"), where, record_property, CHANGES_TWICE)
-    for _, records in segments(Path("run0/logs", METRICS), 1, "loss"):
+    for _, records in segments(Path("run0", METRICS), 1, "loss"):
         if records:
-            assert replay.main(["--steps", f"{records[0]['step']}:{records[-1]['step']}", "run0/ckpt"]) == 0
+            assert replay.main(["--steps", f"{records[0]['step']}:{records[-1]['step']}", "run0"]) == 0
     replayed = re.findall(r"repeated (\d+) steps?, bit for bit", capsys.readouterr().out)
     assert sum(map(int, replayed)) == 99
 
@@ -178,14 +177,14 @@ CALLS = [
     "link latest.pt .latest_backup.pt.tmp",
     "replace .latest_backup.pt.tmp latest_backup.pt",
     "replace .latest.pt.tmp latest.pt",
-    "fsync ckpt",
+    "fsync reference",
     "unlink rolling_step_000002.pt",
     "link latest.pt .best_model.pt.tmp",
     "replace .best_model.pt.tmp best_model.pt",
-    "fsync ckpt",
+    "fsync reference",
     "fsync .evaluations.json.tmp",
     "replace .evaluations.json.tmp evaluations.json",
-    "fsync ckpt",
+    "fsync reference",
 ]
 
 
@@ -228,12 +227,11 @@ def test_kill_at_each_call_of_a_save(short_run, call):
         return
     reported = last_reported(run.text())
     assert reported >= 2
-    assert find_checkpoint("latest", Path(name, "ckpt")).checkpoint["step"] >= reported
+    assert find_checkpoint("latest", Path(name)).checkpoint["step"] >= reported
     assert_resumes(name, *SHORT, measured=("loss", "grad_norm", "val_loss"))
-    assert_same_state(load("reference/ckpt/best_model.pt"), load(f"{name}/ckpt/best_model.pt"))
-    reference, found = (json.loads(Path(run, "ckpt/evaluations.json").read_text()) for run in ("reference", name))
-    assert found == reference
-    assert sorted(os.listdir(f"{name}/ckpt")) == sorted(os.listdir("reference/ckpt"))
+    assert_same_state(load("reference/best_model.pt"), load(f"{name}/best_model.pt"))
+    assert evaluations(name) == evaluations("reference")
+    assert sorted(os.listdir(f"{name}")) == sorted(os.listdir("reference"))
 
 
 def names_after(names: dict[str, int], calls) -> dict[str, int]:
@@ -259,7 +257,7 @@ def test_a_power_cut_loses_no_reported_save(short_run, record_property):
         for name, *files in calls:
             if name == "write":
                 pending.append(("create", files[0], save))
-            elif name == "fsync" and files[0] != "ckpt":
+            elif name == "fsync" and files[0] != "reference":
                 durable_files.add(save)
             elif name == "fsync":
                 durable_names, pending, reported = names_after(durable_names, pending), [], save

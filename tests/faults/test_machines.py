@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, environment, load, metrics, write_data
-from harness import LaunchedRun, assert_equals_reference, folders, free_port, run_to_end
+from conftest import REPO, TINY, environment, folders, load, metrics, write_data
+from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
 pytestmark = [
     pytest.mark.storm,
@@ -128,7 +128,7 @@ def wait_for_step(folder: Path, step: int, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(Exception):
-            if load(folder / "run/ckpt/latest.pt")["step"] >= step:
+            if load(folder / "run/latest.pt")["step"] >= step:
                 return
         assert time.monotonic() < deadline, f"step {step} is not saved after {timeout_s} s"
         time.sleep(0.2)
@@ -150,10 +150,10 @@ def test_a_run_survives_notices_and_kills_of_any_machine(network, nnodes):
         assert machine.wait() == [0]
     run_to_end(*FLAGS, *flags, *folders("reference"), ranks=3)
     os.rename("m1/run", "run")
-    one, other = load("reference/ckpt/latest.pt"), load("run/ckpt/latest.pt")
+    one, other = load("reference/latest.pt"), load("run/latest.pt")
     assert one["rows_consumed"] == other["rows_consumed"]
     assert all(torch.allclose(one["model"][name], other["model"][name], atol=1e-4) for name in one["model"])
-    assert metrics("reference/logs", "loss") == pytest.approx(metrics("run/logs", "loss"), abs=1e-4)
+    assert metrics("reference", "loss") == pytest.approx(metrics("run", "loss"), abs=1e-4)
 
 
 def refusal_of(machine: Machine) -> str:
@@ -207,7 +207,7 @@ def test_a_machine_with_newer_checkpoints_on_its_own_disk_is_not_ignored(network
     with contextlib.chdir("m2"):
         run_to_end(*FLAGS, "--max_steps", "20", *folders("run"), ranks=2)
     shutil.copytree("m2/run", "m1/run")
-    for path in Path("m1/run/ckpt").glob("*.pt"):
+    for path in Path("m1/run").glob("*.pt"):
         torch.save(load(path) | {"saved_at": 1.0}, path)
     both = [network.start(name, nnodes="2") for name in ("m1", "m2")]
     for machine in both:

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import HUB, TINY, load, write_data
-from harness import folders, refusal, run_to_end
+from conftest import HUB, TINY, folders, load, write_data
+from harness import refusal, run_to_end
 from injected import no_tokenizer
 
 
@@ -45,7 +45,7 @@ def test_training_continues_without_samples_and_hellaswag(failing_network):
     )
     assert re.search(r"^step 8/8 \| val loss \d+\.\d{4}( \(best so far\))?$", text, re.M)
     assert "finished after 8 steps" in text
-    assert load("run/ckpt/latest.pt")["step"] == 8
+    assert load("run/latest.pt")["step"] == 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,8 +10,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import load, run_here
-from harness import LaunchedRun, Run, assert_resumes, folders
+from conftest import folders, load, run_here
+from harness import LaunchedRun, Run, assert_resumes
 from injected import pause, pause_before_training, raise_in_step
 
 FLAGS = (
@@ -48,14 +48,14 @@ def test_a_stop_saves_once_and_can_be_resumed(reference, ranks, name, moment):
         if signal_name.startswith("SIG"):
             run.signal(getattr(signal, signal_name), ranks - 1)  # of two ranks, the one that does not save
     assert run.wait() == [0] * ranks, run.text()
-    status = json.loads(Path(folder, "ckpt/status.json").read_text())
+    status = json.loads(Path(folder, "status.json").read_text())
     step, reason = status["step"], name.split()[0]
     first, last = MOMENTS[moment]
     assert first <= step <= last + (ranks - 1)
     assert (status["status"], status["reason"]) == ("stopped", reason)
     assert f"stopped ({reason}) after {step} step" in run.text()
     assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
-    assert load(f"{folder}/ckpt/latest.pt")["step"] == step
+    assert load(f"{folder}/latest.pt")["step"] == step
     measured = ("loss", "grad_norm", "val_loss", "hellaswag_acc_norm")
     assert_resumes(folder, *FLAGS, ranks=ranks, measured=measured)
 
@@ -69,7 +69,7 @@ def test_a_signal_before_the_first_step_ends_the_run_as_stopped(workdir, name):
     run.wait_for("^building")
     run.signal(number)
     assert run.wait() == [128 + number], run.text()
-    status = json.loads(Path(folder, "ckpt/status.json").read_text())
+    status = json.loads(Path(folder, "status.json").read_text())
     assert status["status"] == "stopped"
     assert status["reason"] == f"{name} before the first step"
     assert f"stopped ({name} before the first step)\n" in run.text()
@@ -116,7 +116,7 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     run.wait()
     run.wait_for_group(timeout_s=10)
     assert f"stopped ({reason}) after 1 step;" in run.text(), run.text()
-    status = json.loads(Path(name, "ckpt/status.json").read_text())
+    status = json.loads(Path(name, "status.json").read_text())
     assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
     assert_resumes(name, *LONG_STEP, ranks=2)
 

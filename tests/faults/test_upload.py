@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import Run, assert_equals_reference, folders
+from conftest import folders
+from harness import Run, assert_equals_reference
 from test_mirror import check_checkpoints
 
 from steadygpt.checkpoint.mirror import Mirror
@@ -56,6 +57,6 @@ def test_kill_during_uploads_loses_only_what_is_not_uploaded(workdir, s3, kills,
     last = start(*FLAGS, *folders(name), "--resume", "auto", "--mirror", url)
     assert last.wait() == [0], last.text()
     assert_equals_reference(name)
-    assert Path(name, "ckpt/latest.pt").exists()
+    assert Path(name, "latest.pt").exists()
     record_property("kills", killed)
     record_property("kills within the transfer of a checkpoint", within)

@@ -1,7 +1,6 @@
-"""metrics.jsonl: segments of several starts, joined; and the folders that hold the logs of a run."""
+"""metrics.jsonl: segments of several starts, joined."""
 
 import json
-import os
 import random
 import re
 import tracemalloc
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from steadygpt.log.metrics import METRICS, LineFile, find_logs, owner, places_of, read_records, segments
+from steadygpt.log.metrics import METRICS, LineFile, read_records, segments
 
 
 def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
@@ -67,7 +66,6 @@ BROKEN = [
 def test_broken_lines_are_skipped(tmp_path, broken):
     path = write_lines(tmp_path / METRICS, broken, start_line(0), *steps(3, 5), broken, *steps(6, 7))
     assert [record["step"] for record in read_records(path)] == [3, 4, 6]
-    assert owner(tmp_path) == "a run"
 
 
 def test_a_start_after_a_broken_line_begins_on_a_line_of_its_own(tmp_path):
@@ -82,23 +80,6 @@ def test_a_start_after_a_broken_line_begins_on_a_line_of_its_own(tmp_path):
     assert [record["loss"] for record in read_records(path)] == [1.0]
 
 
-def test_logs_are_found_after_a_move_of_the_project_or_of_the_checkpoints_alone(tmp_path):
-    logs = tmp_path / "project/logs"
-    write_lines(logs / METRICS, start_line(0))
-    folder = tmp_path / "project/checkpoints"
-    folder.mkdir()
-    places = places_of(logs, folder)
-    assert find_logs(places, folder, "a run") == logs
-    folder.rename(tmp_path / "elsewhere")
-    assert find_logs(places, tmp_path / "elsewhere", "a run") == logs
-    (tmp_path / "elsewhere").rename(folder)
-    (tmp_path / "project").rename(tmp_path / "moved")
-    write_lines(logs / METRICS, start_line(0, run="a later one in the old place"))
-    assert find_logs(places, tmp_path / "moved/checkpoints", "a run") == tmp_path / "moved/logs"
-    assert find_logs(places, tmp_path / "moved/checkpoints", "an unknown run") is None
-    assert owner(tmp_path) == ""
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path, monkeypatch, seed):
     pd, rng = pytest.importorskip("pandas"), random.Random(seed)
@@ -108,13 +89,8 @@ def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path, monkey
         first = rng.randrange(end + 1)
         end = first + rng.randrange(1, 5)
         lines += [start_line(first), *steps(first, end, rng.random())]
-    found = read_records(write_lines(Path("logs") / METRICS, *lines))
+    found = read_records(write_lines(Path("checkpoints") / METRICS, *lines))
     [line] = re.findall(r"^    (df = pd\.read_json.*)$", (REPO / "docs/monitoring.md").read_text(), re.MULTILINE)
     exec(line, names := {"pd": pd})
     joined = zip(names["df"].step, names["df"].loss, strict=True)
     assert [*joined] == [(record["step"], pytest.approx(record["loss"])) for record in found]
-
-
-def test_a_folder_that_cannot_be_read_has_no_logs(tmp_path):
-    os.symlink("loop", tmp_path / "loop")
-    assert find_logs(["\x00", "\ud800", "loop"], tmp_path, "a run") is None

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import open_log, run_here, scalars
+from conftest import evaluations, open_log, run_here, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from steadygpt.base.text import duration_text
@@ -28,12 +28,11 @@ from steadygpt.run.schedule import Schedule
 
 
 def config(tmp_path, **options) -> TrainConfig:
-    places = {"logdir": str(tmp_path / "logs"), "tensorboard_dir": str(tmp_path / "runs")}
-    return TrainConfig(**{"run_name": "tiny", "max_steps": 10, **places, **options})
+    return TrainConfig(**{"run_name": "tiny", "max_steps": 10, "checkpoint_dir": str(tmp_path), **options})
 
 
 def records(tmp_path) -> list[dict]:
-    return read_records(tmp_path / "logs" / "metrics.jsonl")
+    return read_records(tmp_path / "metrics.jsonl")
 
 
 def write(log: RunLog, steps, value=1.0) -> None:
@@ -45,7 +44,7 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     log = open_log(config(tmp_path), None)
     log.evaluation(3, "loss 2.5", loss=2.5, mfu=None, grad_norm=math.nan)
     log.close()
-    start, line = (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    start, line = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert re.fullmatch(
         r'\{"step": 0, "time": \S+, "start": 0, "run": "tiny", "id": "[0-9a-f]{16}", "parent": "", "how": \{\}, '
         r'"wandb": ""\}\n',
@@ -53,7 +52,7 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     )
     assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5, "grad_norm": null\}\n', line)
     assert abs(json.loads(line)["time"] - time.time()) < 60
-    assert (tmp_path / "logs" / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
+    assert (tmp_path / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
 
 
 def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path):
@@ -62,13 +61,13 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     write(log, range(6))
     log.text(4, "a line\nstep 1/10 of the text itself")
     log.close()
-    paths = [tmp_path / "logs" / name for name in ("log.txt", "metrics.jsonl")]
+    paths = [tmp_path / name for name in ("log.txt", "metrics.jsonl")]
     before = [path.read_bytes() for path in paths]
     log = open_log(config(tmp_path), 4)
     write(log, range(4, 8), value=2.0)
     log.close()
     assert [path.read_bytes()[: len(old)] for path, old in zip(paths, before, strict=True)] == before
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["log.txt", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
     assert [(r["step"], r["loss"]) for r in read_records(paths[1])] == [(s, 1.0) for s in range(4)] + [
         (s, 2.0) for s in range(4, 8)
     ]
@@ -84,7 +83,7 @@ def test_logs_are_durable_once_they_are_flushed(tmp_path, monkeypatch):
     write(log, range(3))
     assert not synced
     log.flush()
-    assert synced == [str(tmp_path / "logs" / name) for name in ("metrics.jsonl", "log.txt")]
+    assert synced == [str(tmp_path / name) for name in ("metrics.jsonl", "log.txt")]
     assert len(records(tmp_path)) == 3
     log.close()
 
@@ -96,7 +95,7 @@ def test_texts_cannot_control_the_terminal(tmp_path, capsys):
     log.text(1, "a\tmodel\x07\nwrites \x1b[31m")
     log.close()
     printed = capsys.readouterr()
-    text = (tmp_path / "logs" / "log.txt").read_text()
+    text = (tmp_path / "log.txt").read_text()
     assert "skipped \\x1b[2J.pt\n" in printed.out and "skipped \\x1b[2J.pt\n" in text
     assert printed.err == "warning: the set \\u009b2J differs\n" and printed.err in text
     assert "\na\tmodel\\x07\nwrites \\x1b[31m\n" in printed.out
@@ -128,7 +127,7 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
     log.tell("histograms", 8, model)
     log.text(8, "words")
     log.close()
-    folder = tmp_path / "runs" / "tiny"
+    folder = tmp_path / "tensorboard"
     assert scalars(folder)["eval/loss"] == {s: 1.0 if s < 4 else 2.0 for s in range(8)}
     tags = EventAccumulator(str(folder)).Reload().Tags()
     assert set(tags["histograms"]) == {
@@ -172,7 +171,6 @@ def test_records_and_status_json_have_speed_and_cost(log, finish_step, tmp_path)
     assert (started["doing"], started["step"], started["pid"]) == ("starting", 0, os.getpid())
     assert (started["ranks"], started["run_name"]) == (4, "tiny")
     assert abs(started["updated_at"] - time.time()) < 60
-    assert (started["run_id"], started["logdirs"]) == ("tiny", ["logs", str(tmp_path / "logs")])
     log.heartbeat_at_s = -math.inf
     finish_step(2, seconds=9.5)
     assert read_status(tmp_path)["step"] == 3
@@ -248,8 +246,8 @@ def test_status_has_the_last_scores_also_after_a_resume(workdir):
         return status["val_loss"], status["val_bpb"]
 
     assert run_here("--eval_freq", "4", "--max_steps", "8") == 0
-    evaluations = json.loads(Path("checkpoints/evaluations.json").read_text())
-    assert scores() == (evaluations["8"]["val_loss"], evaluations["8"]["val_bpb"])
+    last = evaluations("checkpoints")[8]
+    assert scores() == (last["val_loss"], last["val_bpb"])
     before = scores()
     assert run_here("--resume", "--eval_freq", "0", "--max_steps", "9") == 0
     assert scores() == before

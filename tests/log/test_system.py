@@ -156,11 +156,11 @@ def test_close_waits_neither_for_the_interval_nor_for_a_driver_that_hangs(run, m
 
 def test_load_of_the_machine_is_recorded_beside_the_step(workdir):
     run_here("--system_metrics_s", "0.01", "--max_steps", "20", "--use_tensorboard")
-    records = [json.loads(line) for line in (workdir / "logs/metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (workdir / "checkpoints/metrics.jsonl").read_text().splitlines()]
     loads = [record for record in records if "cpu_percent" in record]
     assert loads and all(0 <= record["step"] <= 20 and "loss" not in record for record in loads)
     assert loads[-1].keys() >= HOST
     shown = read_status(workdir / "checkpoints")["load"].items()  # for the monitor
     assert any(load.items() >= shown for load in loads)
-    (folder,) = (workdir / "runs").iterdir()
+    folder = workdir / "checkpoints/tensorboard"
     assert "system/cpu_percent" in scalars(folder)

@@ -59,7 +59,7 @@ def rows_of(folder: Path) -> list[dict]:
 def measured() -> dict[int, dict]:
     """Return the rows that metrics.jsonl stands for."""
     found = defaultdict(dict)
-    for record in read_records(Path("logs/metrics.jsonl")):
+    for record in read_records(Path("checkpoints/metrics.jsonl")):
         found[record["step"]] |= {name: value for name, value in record.items() if name not in ("step", "time")}
     return found
 
@@ -76,7 +76,7 @@ def test_each_step_is_one_row_with_all_that_was_measured_and_a_resume_is_an_offl
     pytest.importorskip("wandb")
     flags = ("--use_wandb", "--eval_freq", "4", "--sample_freq", "4", "--run_name", "mine")
     assert run_here(*flags) == 0
-    (folder,) = Path("logs/wandb").glob("offline-run-*")
+    (folder,) = Path("checkpoints/wandb").glob("offline-run-*")
     found = curves_of(folder)
     assert found == measured()
     assert list(found) == list(range(9))
@@ -88,7 +88,7 @@ def test_each_step_is_one_row_with_all_that_was_measured_and_a_resume_is_an_offl
     assert {option.key: option.value_json for option in run.config.update}["max_steps"] == "8"
 
     assert run_here(*flags, "--max_steps", "12", "--resume") == 0
-    (resumed,) = {*Path("logs/wandb").glob("offline-run-*")} - {folder}
+    (resumed,) = {*Path("checkpoints/wandb").glob("offline-run-*")} - {folder}
     assert folder.name.split("-")[-1] != resumed.name.split("-")[-1]
     assert curves_of(resumed) == {step: row for step, row in measured().items() if step >= 8}
 
@@ -130,7 +130,7 @@ def wandb(monkeypatch):
 
 def write(tmp_path, start_step, steps, loss=1.0, resume="latest", run="tiny") -> None:
     """Log some steps of a run of 10."""
-    options = {"run_name": run, "logdir": str(tmp_path), "use_wandb": True, "max_steps": 10}
+    options = {"run_name": run, "checkpoint_dir": str(tmp_path), "use_wandb": True, "max_steps": 10}
     log = open_log(TrainConfig(**options, resume="" if start_step is None else resume), start_step)
     for step in steps:
         log.evaluation(step, "", loss=loss)
@@ -215,7 +215,7 @@ def test_secret_options_are_not_sent(tmp_path, monkeypatch):
     arguments = ["train.py", "--webhook=https://hooks.example/token", "--in_the_command=line"]
     monkeypatch.setattr(sys, "argv", list(arguments))
     for name, url in (("open", ""), ("secret", "https://hooks.example/token")):
-        open_log(WithSecret(webhook=url, logdir=str(tmp_path / name), use_wandb=True), None).close()
+        open_log(WithSecret(webhook=url, checkpoint_dir=str(tmp_path / name), use_wandb=True), None).close()
         (folder,) = (tmp_path / name / "wandb").glob("offline-run-*")
         [run] = records(folder)["run"]
         assert {item.key: item.value_json for item in run.config.update}["max_lr"] == str(TrainConfig.max_lr)

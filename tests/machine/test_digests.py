@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FSDP, MODERN, load, run_here
-from harness import Run, assert_equals_reference, folders, run_to_end
+from conftest import FSDP, MODERN, folders, load, run_here
+from harness import Run, assert_equals_reference, run_to_end
 from hypothesis import given
 from hypothesis import strategies as st
 from injected import flip_bit
@@ -76,8 +76,8 @@ def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where
     assert set(run.wait()) == {1}, run.text()
     assert f"\nwarning: step 8: {named} not as on other ranks; a memory" in run.text()
     assert "Traceback" not in run.text()
-    assert load("run/ckpt/latest.pt")["step"] < 8
-    assert json.loads(Path("run/ckpt/status.json").read_text())["status"] == "failed"
+    assert load("run/latest.pt")["step"] < 8
+    assert json.loads(Path("run/status.json").read_text())["status"] == "failed"
     run_to_end(*flags, "--resume", "latest", ranks=ranks)
     if ranks != 3:  # of three numbers, the sum depends on their order, which DDP chooses
         run_to_end(*flags, *folders("reference"), ranks=ranks)
@@ -93,7 +93,7 @@ def test_a_checkpoint_has_the_digests_of_what_the_device_had(workdir):
     run_to_end(*FLAGS, *folders("ddp"), ranks=2)
     run_to_end(*FLAGS, *FSDP, *folders("fsdp"), ranks=2)
     for place in ("one", "ddp", "fsdp"):
-        saved = load(f"{place}/ckpt/latest.pt")
+        saved = load(f"{place}/latest.pt")
         tensors = files.named_tensors(saved)
         assert tensors.keys() - saved["digests"].keys() == {"lm_head.weight"}  # the same tensor as wte.weight
         assert all(int(digest(tensors[name])) == number for name, number in saved["digests"].items())

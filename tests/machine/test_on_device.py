@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, FSDP, in_ranks, metrics, options_in
-from harness import Run, folders, run_to_end
+from conftest import DEVICE, FSDP, folders, in_ranks, metrics, options_in
+from harness import Run, run_to_end
 
 import hellaswag_eval as scores
 from generate import generate
@@ -204,7 +204,7 @@ def test_run_with_default_precision_and_compile_learns(workdir, device):
     if device.type == "cuda":
         flags += ["--compile", "auto", "--deterministic", "off"]
     run_to_end(*flags, *folders("run"))
-    losses, memory_gb = metrics("run/logs", "loss"), metrics("run/logs", "memory_gb")
+    losses, memory_gb = metrics("run", "loss"), metrics("run", "memory_gb")
     assert losses[29] < losses[0] - 0.5
     assert all(0 < used < 200 for used in memory_gb.values())
 
@@ -213,10 +213,10 @@ def test_run_moves_between_the_device_and_the_cpu(workdir, whole_run, device):
     run_to_end(*folders("reference"))
     for name, there, back in (("to the device", "cpu", device.type), ("to the CPU", device.type, "cpu")):
         run_to_end(*folders(name), "--device", there, "--checkpoint_freq", "4")
-        Path(name, "ckpt/latest.pt").unlink()
-        run_to_end(*folders(name), "--device", back, "--resume", f"{name}/ckpt/rolling_step_000004.pt")
-        assert options_in(f"{name}/ckpt/latest.pt").device == back
-        assert metrics(f"{name}/logs", "loss") == pytest.approx(metrics("reference/logs", "loss"), abs=1e-4)
+        Path(name, "latest.pt").unlink()
+        run_to_end(*folders(name), "--device", back, "--resume", f"{name}/rolling_step_000004.pt")
+        assert options_in(f"{name}/latest.pt").device == back
+        assert metrics(f"{name}", "loss") == pytest.approx(metrics("reference", "loss"), abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_ranks_compute_the_same_as_one_process(workdir, whole_run, device, shard
     run = Run(*flags, *folders("ranks"), ranks=ranks, one_gpu=one_gpu)
     assert set(run.wait()) == {0}, run.text()
     for key in ("loss", "grad_norm"):
-        assert metrics("ranks/logs", key) == pytest.approx(metrics("one/logs", key), abs=2e-5), key
+        assert metrics("ranks", key) == pytest.approx(metrics("one", key), abs=2e-5), key
 
 
 def test_ranks_one_process_in_ddp_has_the_same_gradients(device):

@@ -21,7 +21,6 @@ from rich.console import Console
 from test_metrics import start_line
 
 from steadygpt.base.options import UserError
-from steadygpt.log.metrics import places_of
 from steadygpt.monitor import snapshot as watch
 from steadygpt.monitor.snapshot import HEALTHY, Snapshot, process_state, state_of
 
@@ -31,7 +30,7 @@ import monitor_training
 from steadygpt.monitor.view import chart, view
 
 STATUS = {
-    "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "run_id": "a run", "step": 120,
+    "status": "running", "reason": "", "doing": "training", "run_name": "tiny", "step": 120,
     "max_steps": 1000, "tokens": 330301440, "ranks": 8, "device": "NVIDIA H100 80GB HBM3",
     "tokens_per_second": 1204000,
     "step_ms": 435.2, "mfu": 0.52, "eta_s": 4000, "elapsed_s": 7000, "cost": 24.1, "cost_to_go": 13.7,
@@ -41,24 +40,22 @@ STATUS = {
 
 
 def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path:
-    """Write the files of a run; return its checkpoint folder."""
-    checkpoints, logs = folder / "checkpoints", folder / "logs"
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    logs.mkdir(exist_ok=True)
-    status = {**STATUS, "logdirs": places_of(logs, checkpoints), "updated_at": time.time() - heartbeat_age_s, **changes}
+    """Write the files of a run; return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    status = {**STATUS, "updated_at": time.time() - heartbeat_age_s, **changes}
     status["warnings"] = list(warnings)
-    (checkpoints / "status.json").write_text(json.dumps(status))
+    (folder / "status.json").write_text(json.dumps(status))
     append(
-        checkpoints,
+        folder,
         start_line(0, how={"ranks": 8, "max_lr": 1e-3}),
         *({"step": step, "loss": 5.0 - step / 100} for step in range(100)),
         {"step": 100, "val_loss": 4, "val_bpb": 1.0625},
     )
-    return checkpoints
+    return folder
 
 
-def append(checkpoints: Path, *records: dict, end="\n") -> None:
-    with open(checkpoints.parent / "logs/metrics.jsonl", "a") as file:
+def append(folder: Path, *records: dict, end="\n") -> None:
+    with open(folder / "metrics.jsonl", "a") as file:
         file.write(
             "\n".join(json.dumps({"step": record.pop("step"), "time": 1.5} | record) for record in records) + end
         )
@@ -189,7 +186,7 @@ BROKEN_LINES = [
 
 def test_snapshots_of_damaged_and_missing_files_and_of_logs_that_begin_again(tmp_path):
     checkpoints = write_run(tmp_path)
-    snapshots, logs = watch.watch(str(checkpoints)), tmp_path / "logs/metrics.jsonl"
+    snapshots, logs = watch.watch(str(checkpoints)), tmp_path / "metrics.jsonl"
     next(snapshots)
     with open(logs, "a", encoding="latin-1") as file:
         file.writelines(f"{line}\n" for line in BROKEN_LINES)
@@ -200,10 +197,11 @@ def test_snapshots_of_damaged_and_missing_files_and_of_logs_that_begin_again(tmp
     after = next(snapshots)
     assert after.curves["loss"][100:] == [(101, 2.5)]
     assert after.status["run_name"] == "tiny"  # what it said before
-    logs.unlink()
-    assert next(snapshots).curves["loss"] == []
+    logs.rename(tmp_path / "old.jsonl")  # so that its inode stays taken
     append(checkpoints, start_line(0), {"step": 0, "loss": 5})
     assert next(snapshots).curves["loss"] == [(0, 5)]
+    logs.write_text("")
+    assert next(snapshots).curves["loss"] == []
 
 
 MISFITS = [
@@ -229,8 +227,7 @@ def test_a_status_that_does_not_fit_is_one_line_and_the_live_view_keeps_the_last
 
 ODD = {
     "empty": {}, "finished without a step": {"status": "finished"}, "an unknown word": {"status": "", "doing": ""},
-    "a pid that cannot exist": {"pid": 2**63 - 1}, "no folder": {"logdirs": ["\x00"]},
-    "no text": {"logdirs": ["\ud800"]},
+    "a pid that cannot exist": {"pid": 2**63 - 1},
     "a large date": {"updated_at": 1e308, "mirrored_at": 1e308, "mirror": "s3://x/y"},
     "large numbers": dict.fromkeys(("eta_s", "elapsed_s", "step_ms", "cost", "mfu"), 1e308) | {"step": 2**62},
     "no size": {"checkpoint_bytes": 0, "max_steps": 0},
@@ -253,19 +250,25 @@ def test_heartbeat_does_not_need_equal_clocks(tmp_path):
     assert next(snapshots).heartbeat_age_s < 1
 
 
-def test_runs_that_were_moved_and_the_newest_of_several(tmp_path):
-    for name, seconds in (("a", 100), ("b", 300), ("c", 200)):
+def test_the_run_of_a_folder_or_the_newest_one_below_it_and_a_line_for_each_other_run(tmp_path):
+    for name, seconds in (("a", 100), ("b", 300), ("x/c", 200)):
         os.utime(write_run(tmp_path / name) / "status.json", (seconds, seconds))
-        (tmp_path / name / "checkpoints").rename(tmp_path / f"checkpoints-{name}")
-    assert look(tmp_path).folder == tmp_path / "checkpoints-b"
-    write_run(tmp_path / "old")
-    (tmp_path / "old").rename(tmp_path / "new")
-    assert len(look(tmp_path / "new/checkpoints").curves["loss"]) == 100
-    write_run(tmp_path / "old", run_name="a later one")
-    assert len(look(tmp_path / "new/checkpoints").curves["loss"]) == 100
-    (tmp_path / "new/logs/metrics.jsonl").write_text(json.dumps(start_line(0, run="a later one")))
-    (tmp_path / "old/logs/metrics.jsonl").unlink()
-    assert look(tmp_path / "new/checkpoints").curves["loss"] == []
+    (tmp_path / "a/status.json").write_text(json.dumps(STATUS | {"status": "finished", "step": 1000}))
+    os.utime(tmp_path / "a/status.json", (100, 100))
+    assert (look(tmp_path).folder, [*look(tmp_path).others]) == (tmp_path / "b", ["x/c", "a"])
+    write_run(tmp_path)
+    os.utime(tmp_path / "status.json", (50, 50))
+    snapshot = look(tmp_path)
+    assert (snapshot.folder, [*snapshot.others]) == (tmp_path, ["b", "x/c", "a"])
+    lines = shown(tmp_path, 100, 40)
+    start = next(number for number, line in enumerate(lines) if line.startswith("other runs"))
+    rows = [line.split() for line in lines[start + 1 : start + 4]]
+    assert rows[0][:6] == ["b", "killed", "step", "120", "of", "1,000"]
+    assert " ".join(rows[2]) == "a finished step 1,000 of 1,000 loss 3.2500 val loss 4.0000"
+    for number in range(9):
+        write_run(tmp_path / f"more-{number}")
+    assert "and 4 more" in [line.strip() for line in shown(tmp_path, 100, 40)]
+    assert "other runs" not in "".join(shown(tmp_path / "b", 100, 40))
 
 
 def test_long_curves_are_thinned_and_keep_their_spikes(tmp_path):

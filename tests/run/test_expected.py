@@ -4,8 +4,7 @@ import json
 import math
 
 import pytest
-from conftest import load, metrics, run_here
-from stories import own_folders as folders
+from conftest import folders, load, metrics, run_here
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import trained_with
@@ -63,7 +62,7 @@ def test_a_run_logs_its_band_and_warns_once_when_it_leaves_it(workdir, capsys, m
     assert "for the second time in a row; compare data, learning rates and code" in warning
     assert said.err.count("expected") == 1
     assert sent == ["started", "off course", "finished"]
-    assert list(metrics("logs-run", "expected_low")) == list(range(1, 9))
+    assert list(metrics("run", "expected_low")) == list(range(1, 9))
     status = json.loads(open("run/status.json").read())
     assert status["expected_high"] == pytest.approx(1.2) and len(status["warnings"]) == 1
 
@@ -100,7 +99,7 @@ def test_a_resumed_run_keeps_its_band_and_a_longer_one_needs_another(workdir):
     flags = write()
     assert run_here(*flags, "--max_hours", "1e-9") == 0
     assert run_here("--resume", "--eval_freq", "1", "--max_hours", "0", *folders("run")) == 0
-    assert metrics("logs-run", "expected_low")
+    assert metrics("run", "expected_low")
     with pytest.raises(
         UserError, match=r"another run \(max_steps 8 -> 9\); write it again with predict.py, or add --expect="
     ):

@@ -1,200 +1,169 @@
-"""A folder is a run: moved, it is the same run, and a copy is another one. A stranger's file decides no place."""
+"""A folder is a run: moved, it is the same run, and a copy is another one. A folder from elsewhere decides no place."""
 
 import json
 import os
 import shutil
+import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import upload_manager
-from conftest import load, metrics, run_here, scalars
-from stories import own_folders, starts, tell
+from conftest import folders, load, metrics, options_in, run_here, scalars
+from stories import starts, tell
 
 import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.log.runlog import RunLog
-from steadygpt.run.identity import read_run, record_of
+from steadygpt.log.metrics import read_status
+from steadygpt.run import identity
+from steadygpt.run.identity import PLACES, read_run, this_machine
 
 
-def started(*flags: str) -> str:
-    """Train the run "a" up to step 3 in the folder "one"; return its id."""
-    assert run_here("--run_name", "a", "--max_steps", "3", *own_folders("one"), *flags) == 0
-    return read_run(Path("one")).id
+@pytest.fixture(autouse=True)
+def machine_id(tmp_path, monkeypatch) -> Path:
+    """The file that tells machines of one name apart."""
+    path = tmp_path / "machine-id"
+    path.write_text("one\n")
+    monkeypatch.setattr(identity, "MACHINE_ID", path)
+    return path
 
 
 def contents(*folders: str) -> dict[Path, bytes]:
-    """Return the files of folders, those of runs "NAME-from-STEP" in them aside."""
-    files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
-    return {path: path.read_bytes() for path in files if "-from-" not in str(path)}
+    """Return the files of folders."""
+    return {path: path.read_bytes() for folder in folders for path in Path(folder).rglob("*") if path.is_file()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # moves, copies and restores
 
 
-FIRST = "start one --run_name a --max_steps 3"
-CURVES = f"{FIRST} --use_tensorboard"
+FIRST = "start one --max_steps 3 --use_tensorboard --mirror $URL"
 TWICE = "resume x --max_steps 6\nresume x --max_steps 7"
-BACK = "mv one gone; cp -r backup one; rm -r gone  # another inode\nresume one --max_steps 6"
-TO_ANOTHER_MACHINE = """cp -r one x; rm -r one; sed -i 's/"host": "/&another-/' x/run.json user/steadygpt/*.json"""
-COPY = "copy         of the run a in {here}/one; this is the run a-from-3, with its logs in"
+COPY = "copy         of the run in {here}/one: a new run in x, with no mirror"
 Logs = dict[str, tuple[str, range]]  # folder -> a letter for the run of each start, the steps
 STORIES: dict[str, tuple[str, Logs, str]] = {
     "a moved folder": (
-        f"{CURVES} --mirror $URL\nmv one x\n{TWICE}",
-        {"logs-one": ("aaa", range(7)), "there/logs": ("aaa", range(7))}, ""),
-    "a moved folder with logs in it": (
-        f"{FIRST} --logdir one/logs\nmv one x\nresume x --max_steps 6",
-        {"x/logs": ("aa", range(6))}, ""),
-    "a moved project": (
-        f"{FIRST}\nmkdir y; mv one logs-one y\nresume y/one --max_steps 6",
-        {"y/logs-one": ("aa", range(6))}, ""),
-    "a backup at another place": (
-        f"{FIRST}\ncp -r one x; rm -r one\n{TWICE}",
-        {"logs-one": ("aaa", range(7))}, ""),
-    "a backup that is restored twice": (
-        f"{FIRST}\ncp -r one backup\n{BACK}\n{BACK}",
-        {"logs-one": ("aaa", range(6))}, ""),
+        f"{FIRST}\nmv one x\n{TWICE}", {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
+    "a folder above it is moved": (
+        f"{FIRST}\nmkdir y; mv one y\nresume y/one --max_steps 6",
+        {"y/one": ("aa", range(6)), "there": ("aa", range(6))}, ""),
+    "a backup that is restored to its place": (
+        f"{FIRST}\ncp -r one backup\nmv one gone; cp -r backup one; rm -r gone backup\nresume one --max_steps 6",
+        {"one": ("aa", range(6)), "there": ("aa", range(6))}, ""),
+    "a link to the folder": (
+        f"{FIRST}\nln -s one x\n{TWICE}", {"one": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
+    "another machine that mounts the folder": (
+        f"{FIRST}\necho two > machine-id; mv one x\n{TWICE}",
+        {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
     "a copy": (
-        f"{CURVES} --mirror $URL\ncp -r one x\n{TWICE}",
-        {"logs-one": ("a", range(3)), "logs-one/a-from-3": ("bb", range(3, 7)), "there/logs": ("a", range(3))},
-        f"{COPY} logs-one/a-from-3, and with no mirror"),
+        f"{FIRST}\ncp -r one x\n{TWICE}",
+        {"one": ("a", range(3)), "x": ("abb", range(7)), "there": ("a", range(3))}, COPY),
     "a copy on two ranks, and its original": (
-        f"{CURVES} --mirror $URL\ncp -r one x\nresume_on_2_ranks x --max_steps 6\nresume one --max_steps 6",
-        {"logs-one": ("aa", range(6)), "logs-one/a-from-3": ("b", range(3, 6)), "there/logs": ("aa", range(6))}, ""),
-    "a copy with logs in it": (
-        f"{FIRST} --logdir one/logs\ncp -r one x\n{TWICE}",
-        {"one/logs": ("a", range(3)), "x/logs": ("abb", range(7))},
-        f"{COPY} x/logs, and with no mirror"),
-    "a copy on another machine": (
-        f"{FIRST}\n{TO_ANOTHER_MACHINE}\n{TWICE}",
-        {"logs-one": ("a", range(3)), "logs-one/a-from-3": ("bb", range(3, 7))}, ""),
+        f"{FIRST}\ncp -r one x\nresume_on_2_ranks x --max_steps 6\nresume one --max_steps 6",
+        {"one": ("aa", range(6)), "x": ("ab", range(6)), "there": ("aa", range(6))}, ""),
+    "a copy on another machine, at the same path": (
+        f"{FIRST}\ncp -r one backup; rm -r one; mv backup one\necho two > machine-id\nresume one --max_steps 6",
+        {"one": ("ab", range(6)), "there": ("a", range(3))},
+        "copy         of the run in {here}/one: a new run in one, with no mirror"),
+    "a backup at another place": (
+        f"{FIRST}\ncp -r one x; rm -r one\n{TWICE}", {"x": ("abb", range(7)), "there": ("a", range(3))}, COPY),
     "a copy with a mirror of its own": (
-        f"{FIRST} --mirror $URL\ncp -r one x\nresume x --max_steps 6 --mirror $URL-new\nresume x --max_steps 7",
-        {"logs-one": ("a", range(3)), "logs-one/a-from-3": ("bb", range(3, 7)), "there/logs": ("a", range(3)),
-         "there-new/logs": ("bb", range(3, 7))},
-        f"{COPY} logs-one/a-from-3, and with file://{{here}}/there-new"),
-    "two copies of a deleted folder": (  # the first that resumes is the same run
-        f"{FIRST}\ncp -r one x; mv one y\nresume x --max_steps 6\nresume y --max_steps 6",
-        {"logs-one": ("aa", range(6)), "logs-one/a-from-3": ("b", range(3, 6))}, ""),
+        f"{FIRST}\ncp -r one x\nresume x --max_steps 6 --mirror $URL-new\nresume x --max_steps 7",
+        {"one": ("a", range(3)), "x": ("abb", range(7)), "there": ("a", range(3)), "there-new": ("abb", range(7))},
+        "copy         of the run in {here}/one: a new run in x, with file://{here}/there-new"),
+    "a folder without run.json": (
+        f"{FIRST}\nrm one/run.json\nresume one --max_steps 6",
+        {"one": ("ab", range(6)), "there": ("a", range(3))},
+        "copy         of a run without run.json: a new run in one, with no mirror"),
+    "a fork": (
+        f"{FIRST}\ntrain --resume one/latest.pt --checkpoint_dir x --max_steps 6\nresume x --max_steps 7",
+        {"one": ("a", range(3)), "x": ("bb", range(3, 7)), "there": ("a", range(3))},
+        "fork         a new run in x, with no mirror"),
     "a fork into a folder around the original": (
-        f"{FIRST} --checkpoint_dir all/one --logdir all/one/logs\n"
-        "train --resume all/one/latest.pt --checkpoint_dir all --max_steps 6",
-        {"all/one/logs": ("a", range(3)), "all/one/logs/a-from-3": ("b", range(3, 6))}, ""),
-    "a new run with the logs of another one": (
-        f"{CURVES} --logdir logs\ntrain --run_name b --max_steps 4 --checkpoint_dir x --use_tensorboard\n{TWICE}",
-        {"logs": ("a", range(3)), "logs/b": ("bbb", range(7))},
-        "name         b, with its logs in logs/b, because runs/b or logs belongs to another run"),
-    "another user": (
-        f"{FIRST}\nXDG_STATE_HOME=other\nresume one --logdir logs-one --max_steps 6",
-        {"logs-one": ("aa", range(6))},
-        "places       this user has not started the run in one, so its name, logs and mirror are not known; give them"),
-    "a user whose home is not kept": (
-        "XDG_STATE_HOME=/dev/null\nstart one --run_name x --use_tensorboard --max_steps 3\n"
-        "resume one --logdir logs-one --run_name x --use_tensorboard --max_steps 6\n"
-        "resume one --logdir logs-one --run_name x --use_tensorboard --max_steps 8",
-        {"logs-one": ("aaa", range(8))},
-        "warning: /dev/null/steadygpt: Not a directory; the next start will not recognize one; set XDG_STATE_HOME to a "
-        "folder that is kept, or name run, logs and mirror with each resume"),
-    "a disk on a new machine, and the mirror of its run": (
-        f"{FIRST} --mirror $URL\nXDG_STATE_HOME=other\nresume one --max_steps 6 --mirror $URL",
-        {"logs-one": ("a", range(3)), "logs": ("aa", range(6)), "there/logs": ("aa", range(6))}, ""),
-    "a restored run in the folder of another one": (
-        f"{FIRST} --mirror $URL\nstart two --run_name b --max_steps 4 --logdir two/logs\n"
-        "rm two/latest.pt\nresume two --logdir two/logs --mirror $URL --max_steps 6",
-        {"logs-one": ("a", range(3)), "two/logs": ("b", range(4)), "two/logs/a": ("aa", range(6)),
-         "there/logs": ("aa", range(6))}, ""),
-    "a run that changes between two machines": (  # on one of them, other logs are in the way
-        f"{FIRST} --mirror $URL\nXDG_STATE_HOME=other\ntrain --max_steps 3 --checkpoint_dir two\n"
-        "resume x --mirror $URL --max_steps 6\nXDG_STATE_HOME=user\nresume one --max_steps 8",
-        {"logs-one": ("aaa", range(8)), "logs": ("b", range(3)), "logs/a": ("aa", range(6)),
-         "there/logs": ("aaa", range(8))},
-        "name         a, with its logs in logs/a, because runs/a or logs belongs to another run"),
+        f"{FIRST}\nmkdir x; mv one x/one\ntrain --resume x/one --checkpoint_dir x --max_steps 6",
+        {"x/one": ("a", range(3)), "x": ("b", range(3, 6)), "there": ("a", range(3))}, ""),
+    "a lost disk, and the mirror of its run": (
+        f"{FIRST}\nrm -r one\nresume x --max_steps 6 --mirror $URL\nresume x --max_steps 7",
+        {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
     "a restore after a refused one": (
-        f"{FIRST} --mirror $URL\nXDG_STATE_HOME=other\n"
-        "refused --resume latest --checkpoint_dir x --mirror $URL --data_dir nowhere\n"
+        f"{FIRST}\nrm -r one\nrefused --resume latest --checkpoint_dir x --mirror $URL --data_dir nowhere\n"
         "resume x --mirror $URL --max_steps 6",
-        {"logs-one": ("a", range(3)), "logs": ("aa", range(6)), "there/logs": ("aa", range(6))}, ""),
-    "a fork of a run with a mirror": (
-        f"{FIRST} --mirror $URL --max_steps 8 --checkpoint_freq 4\n"
-        "train --resume one/rolling_step_000004.pt --checkpoint_dir x --logdir logs-x",
-        {"logs-one": ("a", range(8)), "logs-x": ("b", range(4, 8)), "there/logs": ("a", range(8))},
-        "fork         of the run a in one; this is the run a-from-4, with its logs in logs-x, and with no mirror"),
-    "a restored copy": (  # its log begins with the starts of the original
-        f"{FIRST} --logdir one/logs\ncp -r one x\nresume x --max_steps 4 --mirror $URL\nXDG_STATE_HOME=other\n"
-        "resume y --max_steps 5 --mirror $URL --logdir logs\n"
-        "resume y --max_steps 6 --mirror $URL --logdir logs",
-        {"one/logs": ("a", range(3)), "x/logs": ("ab", range(4)), "logs": ("abbb", range(6)),
-         "there/logs": ("abbb", range(6))}, ""),
+        {"x": ("aa", range(6)), "there": ("aa", range(6))}, ""),
+    "a run that changes between two machines": (
+        f"{FIRST}\nresume x --mirror $URL --max_steps 6\nresume one --max_steps 8",
+        {"one": ("aaa", range(8)), "x": ("aa", range(6)), "there": ("aaa", range(8))}, ""),
+    "a restored copy": (  # its log begins with the start of the original
+        f"{FIRST}\ncp -r one x; rm -r there\nresume x --mirror $URL --max_steps 4\n"
+        "resume y --mirror $URL --max_steps 5",
+        {"one": ("a", range(3)), "x": ("ab", range(4)), "y": ("abb", range(5)), "there": ("abb", range(5))}, ""),
+    "a new run in the folder of one that never saved": (
+        f"{FIRST}\nrm one/*.pt; rm -r there\nstart one --max_steps 4 --use_tensorboard",
+        {"one": ("ab", range(4))}, ""),
+    "a mirror in the folder of another run": (
+        f"{FIRST}\nstart x --max_steps 4\nrm x/*.pt\nrefused --resume latest --checkpoint_dir x --mirror $URL",
+        {"one": ("a", range(3)), "x": ("b", range(4)), "there": ("a", range(3))}, ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("story", "logs", "says"), STORIES.values(), ids=STORIES)
 def test_logs_curves_and_mirror_belong_to_one_run(url, capsys, story, logs, says):
     tell(story)
-    of_places = {str(path.parent): starts(path.parent) for path in Path().rglob("metrics.jsonl")}
-    in_order = sorted((start["time"], start["run"]) for found in of_places.values() for start in found)
+    of_folders = {str(path.parent): starts(path.parent) for path in Path().rglob("metrics.jsonl")}
+    in_order = sorted((start["time"], start["run"]) for lines in of_folders.values() for start in lines)
     letters = dict(zip(dict.fromkeys(run for _, run in in_order), "ab", strict=False))
-    runs = {place: "".join(letters[start["run"]] for start in found) for place, found in of_places.items()}
-    assert {place: (runs[place], [*metrics(place, "loss")]) for place in runs} == {
-        place: (run, [*steps]) for place, (run, steps) in logs.items()
+    runs = {folder: "".join(letters[start["run"]] for start in lines) for folder, lines in of_folders.items()}
+    assert {folder: (runs[folder], [*metrics(folder, "loss")]) for folder in runs} == {
+        folder: (run, [*steps]) for folder, (run, steps) in logs.items()
     }
-    for mirror in Path().glob("there*"):
-        index, (run, steps) = Mirror(f"file://{mirror.absolute()}").index(), logs[f"{mirror}/logs"]
-        assert (letters[index.run], index.checkpoints["latest.pt"].step) == (run[-1], steps[-1] + 1)
-        assert index.name == {"a": "a", "b": "a-from-3"}[run[-1]]
-    if "tensorboard" in story:
-        curves = {tuple(scalars(path)["train/loss"]) for path in Path("runs").iterdir()}
-        assert curves == {tuple(steps) for _, steps in logs.values()}
+    for folder, (run, steps) in logs.items():
+        if folder.startswith("there"):
+            index = Mirror(f"file://{Path(folder).absolute()}").index()
+            assert (letters[index.run], index.checkpoints["latest.pt"].step) == (run[-1], steps[-1] + 1)
+        if Path(folder, "tensorboard").exists():
+            assert [*scalars(f"{folder}/tensorboard")["train/loss"]] == [*steps]
     text = "".join(capsys.readouterr())
     assert not says or says.format(here=Path.cwd()) in text.splitlines()
 
 
-def test_the_places_of_a_run_hold_in_its_folder(url):
-    started("--use_tensorboard", "--run_name", "a/b")
-    assert read_run(Path("one")).places == {
-        "run_name": "a/b", "mirror": "", "use_tensorboard": True, "tensorboard_dir": "runs", "logdir": "logs-one",
-        "use_wandb": False,
-    }  # fmt: skip
-
-
-def test_a_copy_with_the_inode_of_the_original_is_another_run(url):
-    run_id = started()
+def test_a_folder_is_the_same_run_by_its_inode_or_by_machine_and_path(url, machine_id):
+    tell("start one --max_steps 3 --run_name a")
+    run = read_run(Path("one"))
     shutil.copytree("one", "copy")
-    content = json.dumps(json.loads(Path("one/run.json").read_text()) | {"inode": Path("copy").stat().st_ino})
-    for folder in ("one", "copy"):  # as two roots of file systems
-        Path(folder, "run.json").write_text(content)
-    assert (read_run(Path("one")).id == run_id, read_run(Path("copy")).id == run_id) == (True, False)
-    shutil.rmtree("one")
-    Path("one").mkdir()  # of another run
-    assert read_run(Path("copy")).id == run_id
+    record = json.loads(Path("one/run.json").read_text())
+    assert (record["machine"], record["folder"]) == (this_machine(), f"{Path.cwd()}/one")
+    inodes = [Path("copy").stat().st_ino, Path("copy/run.json").stat().st_ino]
+    assert this_machine().split()[0] == socket.gethostname()
+    for changes, is_same in (
+        ({}, False),
+        ({"inodes": inodes}, True),
+        ({"inodes": [inodes[0], record["inodes"][1]]}, False),  # such as 2, of the top folder of many disks
+        ({"inodes": [record["inodes"][0], inodes[1]]}, False),  # such as of a copy that is made of hard links
+        ({"folder": f"{Path.cwd()}/copy"}, True),
+        ({"folder": f"{Path.cwd()}/copy", "machine": f"{socket.gethostname()} 0123456789abcdef"}, False),
+        ({"folder": f"{Path.cwd()}/copy", "machine": socket.gethostname()}, False),
+    ):
+        Path("copy/run.json").write_text(json.dumps(record | changes))
+        assert (read_run(Path("copy")).id == run.id, read_run(Path("copy")).places == run.places) == (is_same, is_same)
+    machine_id.write_text("")  # as in most containers
+    assert this_machine() == socket.gethostname()
 
 
 def killed(*_) -> int:
     raise KeyboardInterrupt
 
 
-def test_a_copy_that_is_killed_before_it_logs_continues_in_the_logs_inside_it(url, monkeypatch):
-    started("--logdir", "one/logs")
-    tell("cp -r one copy")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(RunLog, "open", killed)
-        tell("resume copy --max_steps 6")
-    tell("resume copy --max_steps 6")
-    assert metrics("copy/logs", "loss").keys() == set(range(6))
-
-
-def test_auto_continues_a_run_that_was_killed_before_its_first_save(url, monkeypatch):
-    again = ("--resume", "auto", "--use_tensorboard")
+@pytest.mark.parametrize("first", ["start one --max_steps 3 --resume auto", "start one"])
+def test_a_run_that_is_killed_before_its_first_save_stays_the_same_run(url, monkeypatch, first):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(train, "run_to_end", killed)
-        started(*again)
-    started(*again)
-    assert os.listdir("runs") == ["a"]
-    assert metrics("logs-one", "loss").keys() == {0, 1, 2}
+        tell(first)
+    before = read_run(Path("one")).id
+    tell("start one --max_steps 3 --resume auto --use_tensorboard")
+    assert (read_run(Path("one")).id, os.listdir("one/tensorboard") != []) == (before, True)
+    assert metrics("one", "loss").keys() == {0, 1, 2}
 
 
 def test_a_mirror_that_is_newer_but_at_fewer_steps_leaves_the_local_checkpoint(url, capsys):
@@ -203,9 +172,7 @@ def test_a_mirror_that_is_newer_but_at_fewer_steps_leaves_the_local_checkpoint(u
         cp -r there before
         resume one --max_steps 8
         rm -r there; mv before there  # as if the uploads had failed
-        mv user other
-        resume two --max_steps 5 --mirror $URL --logdir logs-two
-        mv user gone; mv other user
+        resume two --max_steps 5 --mirror $URL
         resume one --max_steps 6
     """)
     text = capsys.readouterr().out
@@ -217,120 +184,186 @@ def test_a_mirror_that_is_newer_but_at_fewer_steps_leaves_the_local_checkpoint(u
 
 def test_a_mirror_is_no_checkpoint_folder_and_a_dry_run_restores_nothing(url):
     with pytest.raises(UserError, match=r"--mirror file:.*/one is --checkpoint_dir; give a folder of another machine"):
-        started("--mirror", f"file://{Path.cwd()}/one")
-    started("--mirror", url)
+        tell("start one --mirror file://$PWD/one")
+    tell("start one --max_steps 3 --mirror $URL")
     with pytest.raises(UserError, match="no checkpoints in two, and only a run that trains restores them from file:"):
         tell("resume two --mirror $URL --dry_run")
 
 
 def test_a_copy_may_write_to_no_mirror_of_its_original(url):
-    run_id = started("--mirror", url)
-    tell("cp -r one copy")
+    tell("start one --max_steps 3 --run_name a --mirror $URL\ncp -r one copy")
     with pytest.raises(UserError, match=r"--mirror is missing, and copy/run\.json names none"):
         upload_manager.main(["upload-all", "copy"])
-    with pytest.raises(UserError, match=r"copy: a copy of the run .* in .*/one\. Resume from it with --mirror"):
+    with pytest.raises(UserError, match=r"copy: a copy of the run in .*/one\. Resume from it with --mirror"):
         upload_manager.main(["upload-all", "copy", "--mirror", f"{url}-empty"])
-    refused = rf"--mirror {url} belongs to the run a \({run_id}\); give this run another --mirror, or resume a in an"
+    refused = rf"--mirror {url} belongs to the run a \({read_run(Path('one')).id}\); give this run another --mirror"
     with pytest.raises(UserError, match=refused):
         tell("resume copy --mirror $URL")
 
 
+def test_a_restore_is_the_folder(url):
+    tell("start one --max_steps 4 --eval_freq 2 --checkpoint_freq 2 --use_tensorboard --mirror $URL\nmv one gone")
+    tell("resume one --mirror $URL --max_steps 5")
+    restored, before = (contents(folder) for folder in ("one", "gone"))
+    for name in ("log.txt", "metrics.jsonl"):
+        assert restored[Path("one", name)].startswith(before[Path("gone", name)])
+    events = {path.name for path in before if path.parent.name == "tensorboard"}
+    assert events < {path.name for path in restored if path.parent.name == "tensorboard"}
+    assert {path.name for path in restored} - events >= {"evaluations.json", "latest.pt", "run.json", "status.json"}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# files of a stranger
+# names and options
+
+
+NAMES = {
+    "": "start one", "that of the folder behind a link": "mkdir one; ln -s one link\nstart link",
+    "given": "start two --run_name one",
+    "kept on resume": "start two --run_name one --max_steps 3\nresume two --max_steps 4",
+    "moved": "start two --max_steps 3\nmv two one\nresume one --max_steps 4",
+    "changed on resume": "start two --run_name a --max_steps 3\nresume two --run_name one --max_steps 4",
+    "of a mirror": "start one --mirror $URL --max_steps 3\nresume two --mirror $URL --max_steps 4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", NAMES.values(), ids=NAMES)
+def test_the_name_of_a_run_is_that_of_its_folder_unless_it_is_given(url, story):
+    tell(story)
+    folder = Path("two" if "two" in story and "mv" not in story else "one")
+    assert read_status(folder)["run_name"] == "one"
+    assert (
+        "\nrun          one\n" in folder.joinpath("log.txt").read_text()[-4000:]
+        or "run          one\n" in (folder / "log.txt").read_text()
+    )
+
+
+def test_a_fork_that_is_killed_before_its_first_save_keeps_its_options(url, monkeypatch):
+    tell("start one --max_steps 4 --checkpoint_freq 2")
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "run_to_end", lambda run: 0)  # as if killed there
+        tell("start two --resume one/rolling_step_000002.pt --spike_z 7")
+    tell("resume two --max_steps 4")
+    assert options_in("two/latest.pt").spike_z == 7
+
+
+def test_a_fork_has_a_best_model_of_its_own(url):
+    tell("start one --max_steps 4 --checkpoint_freq 2 --eval_freq 2")
+    path = Path("one/rolling_step_000002.pt")
+    torch.save(load(path) | {"best_val_loss": 0.001}, path)
+    tell("start two --resume one/rolling_step_000002.pt --eval_freq 2")
+    assert load("two/best_model.pt")["step"] >= 2
+
+
+def test_curves_continue_without_the_flag_and_a_dry_run_writes_nothing(url):
+    tell("start one --max_steps 3 --use_tensorboard")
+    before = contents("one")
+    tell("resume one --dry_run --max_steps 5")
+    assert contents("one") == before
+    tell("resume one --max_steps 5")
+    assert [*scalars("one/tensorboard")["train/loss"]] == [0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files from elsewhere
 
 
 @pytest.fixture
 def victim(url):
     """Folders that a run must not write to, as they were."""
-    for folder in ("home", "runs/mine", "theirs"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    Path("home/authorized_keys").write_text("mine\n")
-    Path("home/log.txt").write_text("mine\n")
-    Path("runs/mine/events.out.tfevents.1.host").write_text("mine\n")
-    return lambda: contents("home", "runs/mine", "theirs")
+    for folder in ("home/tensorboard", "theirs"):
+        Path(folder).mkdir(parents=True)
+    for name in ("authorized_keys", "log.txt", "tensorboard/events.out.tfevents.1.host"):
+        Path("home", name).write_text("mine\n")
+    return lambda: contents("home", "theirs")
 
 
 @pytest.fixture
 def theirs(victim):
     """The flags of the mirror of a stranger's run, which is nowhere else."""
-    tell("""
-        start one --max_steps 4 --mirror $PWD/theirs --use_tensorboard --run_name mine --tensorboard_dir tb
-        rm -r one logs-one tb user
-    """)
+    tell("start one --max_steps 4 --mirror $PWD/theirs --use_tensorboard --run_name mine\nrm -r one")
     return "--resume", "latest", "--mirror", f"{Path.cwd()}/theirs", "--use_tensorboard", "--max_steps", "6"
 
 
-def test_a_checkpoint_decides_neither_folder_nor_mirror_nor_name(victim, capsys):
-    started()
-    content = load("one/latest.pt")
-    url = f"file://{Path.cwd()}/theirs"
-    places = {"logdir": "home", "tensorboard_dir": "runs", "run_name": "mine", "mirror": url}
-    content["starts"][0]["options"] |= places | {"use_tensorboard": True, "use_wandb": True}
-    torch.save(content, "model.pt")
-    before = victim()
-    assert run_here("--resume", "model.pt", "--checkpoint_dir", "here", "--max_steps", "6") == 0
-    assert victim() == before
-    assert metrics("logs", "loss").keys() == {3, 4, 5}
-    line = (
-        "fork         of a run without run.json; this is the run run-from-3, with its logs in logs, and with no mirror"
-    )
-    assert line in capsys.readouterr().out.splitlines()
-
-
-def test_a_log_of_a_mirror_is_no_module(theirs, monkeypatch):
-    for name in ("logs/wandb.py", "logs/authorized_keys", "logs/metrics.jsonl.py"):
-        Path("theirs", name).write_text("open('code-was-run', 'w')")
-    for name in ("wandb.py", "tensorboard/wandb.py", "tensorboard/events.py"):
-        Path("theirs", name).write_text("")
+def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(victim, monkeypatch):
+    """Each of its files names a place: options, run.json, status.json, logs, the index of a mirror."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert run_here(*theirs, "--logdir", "home", "--checkpoint_dir", "here") == 0
+    tell("start one --max_steps 3")
+    theirs, home = f"file://{Path.cwd()}/theirs", f"{Path.cwd()}/home"
+    content = load("one/latest.pt")
+    places = {"checkpoint_dir": home, "logdir": home, "tensorboard_dir": home, "run_name": "../home", "mirror": theirs}
+    content["starts"][0]["options"] |= places | {"use_wandb": True, "alert_url": "http://127.0.0.1:9"}
+    torch.save(content, "one/latest.pt")
+    for name in ("run.json", "status.json"):
+        record = json.loads(Path("one", name).read_text())
+        options = record.get("options", {}) | places | {"use_wandb": True}
+        record |= {"options": options, "folder": home, "logdirs": [home], "tensorboard": home, **places}
+        Path("one", name).write_text(json.dumps(record))
+    start = starts("one")[0] | {"logdir": home, "wandb": "theirs", "mirror": theirs}
+    Path("one/metrics.jsonl").write_text(f"{json.dumps(start)}\n")
+    Path("one/index.json").write_text(json.dumps({"run": "0" * 16, "name": "x", "writer": "0" * 16, "checkpoints": {}}))
+    tell("cp -r one x; rm -r one")
+    before = victim()
+    tell("resume x --max_steps 4\ntrain --resume x/latest.pt --checkpoint_dir y --max_steps 6\nresume y --max_steps 7")
+    assert victim() == before
+    assert (metrics("x", "loss").keys(), metrics("y", "loss").keys()) == ({3}, {4, 5, 6})
+    assert {name: read_run(Path("y")).places[name] for name in PLACES} == {
+        "run_name": "", "mirror": "", "use_wandb": False
+    }  # fmt: skip
+
+
+def test_a_mirror_brings_logs_and_curves_but_no_other_file(theirs, monkeypatch):
+    for name in ("wandb.py", "authorized_keys", "metrics.jsonl.py", "run.json", "status.json", ".lock", "console.txt"):
+        Path("theirs", name).write_text("open('code-was-run', 'w')")
+    for name in ("wandb.py", "events.py", "x/events.out.tfevents.1.host"):
+        path = Path("theirs/tensorboard", name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run_here(*theirs, *folders("home")) == 0
     assert {path.name.split("-")[0] for path in Path("home").iterdir()} == {
-        ".lock", "authorized_keys", "log.txt", "metrics.jsonl"
+        ".lock", "authorized_keys", "latest.pt", "latest_backup.pt", "log.txt", "metrics.jsonl", "run.json",
+        "status.json", "tensorboard",
     }  # fmt: skip
     assert Path("home/authorized_keys").read_text() == "mine\n"
-    assert not [*Path("here").glob("*.py"), *Path("runs").rglob("*.py")]
+    events = sorted(path.name.partition(".")[0] for path in Path("home/tensorboard").iterdir())
+    assert events == ["events"] * 3  # mine, theirs and the new one
     assert metrics("home", "loss").keys() == set(range(6))
 
 
-def test_a_name_in_the_index_of_a_mirror_is_a_name(theirs):
+def test_a_name_in_the_index_of_a_mirror_is_printable(theirs):
     index = json.loads(Path("theirs/index.json").read_text())
-    Path("theirs/index.json").write_text(json.dumps(index | {"name": "../../home"}))
-    with pytest.raises(UserError, match=r"theirs/index\.json: --run_name is '\.\./\.\./home'; expected"):
-        run_here(*theirs, *own_folders("here"))
+    Path("theirs/index.json").write_text(json.dumps(index | {"name": "\x1b[2J"}))
+    with pytest.raises(UserError, match=r"theirs/index\.json: --run_name is '.*'; expected"):
+        run_here(*theirs, *folders("here"))
 
 
-def test_events_of_another_run_of_the_name_stay(theirs):
-    Path("theirs/tensorboard/events.out.tfevents.1.host").write_text("theirs")
-    before = contents("runs/mine")
-    assert run_here(*theirs, *own_folders("here")) == 0
-    assert contents("runs/mine") == before
-    mine, restored = sorted(Path("runs").iterdir())  # "mine" and "mine-20261126-081500"
-    assert (len([*mine.iterdir()]), len([*restored.iterdir()])) == (1, 3)
-
-
-def test_a_run_json_from_elsewhere_decides_no_place(url):
-    record = json.loads(record_of(started()).read_text())
-    path = Path("one/run.json")
-    path.write_text(json.dumps(record | json.loads(path.read_text())))
-    tell("rm -r user")  # another one, who has downloaded the folder
-    assert read_run(Path("one")).places == {}
-
-
-def test_a_link_in_place_of_a_log_is_not_followed(url):
-    started()
-    tell("echo mine > mine.txt; ln -sf ../mine.txt logs-one/metrics.jsonl")
-    with pytest.raises(UserError, match=r"Too many levels of symbolic links: '.*logs-one/metrics.jsonl'"):
-        tell("resume one")
-    assert Path("mine.txt").read_text() == "mine\n"
+def test_no_link_in_the_folder_is_followed(victim):
+    tell("start one --max_steps 3 --use_tensorboard --mirror $PWD/there\nmv one/tensorboard events")
+    before = victim()
+    for name in ("log.txt", "metrics.jsonl", "status.json", "evaluations.json", "run.json", ".lock", "tensorboard",
+                 "wandb", "latest_backup.pt", ".latest.pt.tmp", ".run.json.tmp"):  # fmt: skip
+        target = Path("home", "tensorboard" if name in ("tensorboard", "wandb") else "log.txt").absolute()
+        tell(f"cp -r one x; rm -rf x/{name}; ln -s {target} x/{name}")
+        with suppress(UserError):
+            tell("resume x --max_steps 4 --eval_freq 1")
+        tell("rm -r x")
+    assert victim() == before
+    tell("ln -s ../home/tensorboard one/tensorboard")
+    refused = "one/tensorboard: a link; expected a folder, since a run writes into its own. Remove the link"
+    with pytest.raises(UserError, match=refused):
+        tell("resume one --max_steps 4")
+    assert victim() == before and not Path("there/tensorboard/events.out.tfevents.1.host").exists()
 
 
 BROKEN = ["", "[]", '{"id": "../x"}', '{"id": "0123456789abcdef", "inode": "x"}', "{" * 9999]
 
 
 def test_a_broken_run_json_is_refused(url):
-    started()
+    tell("start one --max_steps 3")
     for text in BROKEN:
         Path("one/run.json").write_text(text)
-        with pytest.raises(UserError, match=r"one/run\.json: .*; remove it, and give the options of the run again"):
+        with pytest.raises(
+            UserError, match=r"one/run\.json: .*; remove it, and give --run_name, --mirror, --use_wandb"
+        ):
             tell("resume one")
-    tell("rm one/run.json\nresume one --logdir logs-one --run_name a --max_steps 6")
+    tell("rm one/run.json\nresume one --max_steps 6")

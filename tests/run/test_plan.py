@@ -247,13 +247,13 @@ def test_no_number_fits_or_splits_a_step():
 
 
 def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
-    auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a", "--logdir", "a")
+    auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a")
     monkeypatch.setattr(plans, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
     said = capsys.readouterr().out
     assert re.search(r"auto: [\d.]+ [kM]B \(estimated\); the limit is 600 MB of 1 GB\n", said)
     assert options_in("a/latest.pt").mini_batch_size == 4
-    resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a", "--logdir", "a")
+    resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a")
     assert train.main([*resume, "--max_steps", "9"]) == 0
     assert "mini_batch_size" not in capsys.readouterr().out
     assert options_in("a/latest.pt").mini_batch_size == 4

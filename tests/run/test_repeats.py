@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import alerts_of, load, metrics, open_log, run_here
+from conftest import alerts_of, folders, load, metrics, open_log, run_here
 from injected import acting_here, signal_at
 from test_metrics import start_line, steps, write_lines
-from test_train import folders
 
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.log.runlog import RunLog
@@ -26,7 +25,7 @@ LOWER_LR = ("--allow_changes", "--max_lr", "5e-4")
 
 @pytest.fixture
 def run_to_8(workdir, capsys) -> Path:
-    """A working directory with a finished run of 8 steps in a/ and logs-a/."""
+    """A working directory with a finished run of 8 steps in a/."""
     assert run_here(*RUN) == 0
     capsys.readouterr()
     return workdir
@@ -40,10 +39,10 @@ def resumed(capsys, *flags: str) -> str:
 
 
 def test_equal_steps_are_reported_once_in_the_log_and_in_status_json_also_at_a_stop(run_to_8, capsys):
-    before = metrics("logs-a", "loss")
+    before = metrics("a", "loss")
     assert resumed(capsys, *FROM_3, "--eval_freq", "5", "--max_hours", "9") == EQUAL  # which do not change a step
-    assert metrics("logs-a", "loss") == before
-    assert Path("logs-a/log.txt").read_text().count(EQUAL) == 1
+    assert metrics("a", "loss") == before
+    assert Path("a/log.txt").read_text().count(EQUAL) == 1
     assert json.loads(Path("a/status.json").read_text())["resume"] == EQUAL
     assert resumed(capsys, *RUN, "--resume", "latest", "--max_steps", "9") == ""  # which repeats nothing
     with acting_here(partial(signal_at, 5)):
@@ -55,9 +54,9 @@ def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_
     checkpoint, alerts = load("a/rolling_step_000003.pt"), alerts_of(monkeypatch)
     checkpoint["model"]["wte.weight"].view(torch.int32)[7, 0] ^= 1 << 22
     torch.save(checkpoint | {"digests": {}}, "a/rolling_step_000003.pt")  # with a valid checksum
-    before = metrics("logs-a", "loss")
+    before = metrics("a", "loss")
     warning = resumed(capsys, *FROM_3)
-    now = metrics("logs-a", "loss")
+    now = metrics("a", "loss")
     assert before[3] != now[3]
     found = f"resumed at step 3: repeated step 3 has loss {now[3]!r}, but had {before[3]!r} before"
     causes = "causes are in docs/checkpoints.md, Repeated steps"
@@ -68,15 +67,21 @@ def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_
 
 
 def test_steps_after_a_change_are_not_compared_though_the_start_saved_nothing(run_to_8, capsys):
-    shutil.copytree("a", "before")
+    shutil.copytree("a", "before", ignore=shutil.ignore_patterns("metrics.jsonl"))
+
+    def forget_saves() -> None:
+        """Restore the folder but for its log, as if the start had been killed before its first save."""
+        shutil.move("a/metrics.jsonl", "log")
+        shutil.rmtree("a")
+        shutil.copytree("before", "a")
+        shutil.move("log", "a/metrics.jsonl")
+
     lowered = resumed(capsys, *FROM_3, *LOWER_LR)
     assert lowered == "resumed at step 3: repeated steps are not compared: max_lr 0.001 -> 0.0005"
-    shutil.rmtree("a")
-    shutil.copytree("before", "a")  # as if that start had been killed before its first save
+    forget_saves()
     raised = resumed(capsys, *FROM_3)
     assert raised == "resumed at step 3: repeated steps are not compared: max_lr 0.0005 -> 0.001"
-    shutil.rmtree("a")
-    shutil.copytree("before", "a")
+    forget_saves()
     assert resumed(capsys, *FROM_3) == EQUAL
 
 
@@ -128,7 +133,7 @@ def test_starts_that_logged_nothing_and_abandoned_ones_stand_between(tmp_path, m
 
 @pytest.fixture
 def log(tmp_path, capsys):
-    log = open_log(TrainConfig(run_name="tiny", logdir=str(tmp_path)), None)
+    log = open_log(TrainConfig(run_name="tiny", checkpoint_dir=str(tmp_path)), None)
     yield log
     log.close()
 

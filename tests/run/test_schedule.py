@@ -42,5 +42,5 @@ def test_no_epoch_ends_before_the_first_step_of_two_epochs():
 
 def test_the_number_of_steps_that_the_epochs_give_is_recorded(workdir):
     assert run_here("--max_steps", "0", "--num_epochs", "1") == 0
-    first_line = Path("logs/metrics.jsonl").read_text().splitlines()[0]
+    first_line = Path("checkpoints/metrics.jsonl").read_text().splitlines()[0]
     assert json.loads(first_line)["how"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0

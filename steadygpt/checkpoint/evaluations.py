@@ -1,0 +1,74 @@
+"""evaluations.json in a run's folder: what each evaluation found.
+
+An evaluation belongs to weights, which are known by their step and the start that took it. A run that goes back to an
+older checkpoint keeps the evaluations of the steps that it undoes, because files of those steps may be kept too.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
+from steadygpt.base.typed import parse_json
+
+EVALUATIONS = "evaluations.json"
+StartId = Annotated[str, "[0-9a-f]{16}"]
+Scores = dict[str, Annotated[float, -100] | None]  # such as val_loss; CORE may be below 0; None: not finite
+Evaluations = dict[StartId, dict[int, Scores]]  # see origin(); of each step
+
+
+def origin(starts: Sequence[Mapping[str, Any]], step: int) -> str:
+    """Return the id of the start that computed the weights of a step: the last one that began before it.
+
+    The weights of the run's first step are those of its first start. Without starts, of converted weights, it is "".
+    """
+    if not starts:
+        return ""
+    began_before = bisect_left(starts, step, key=itemgetter("step"))
+    return starts[max(0, began_before - 1)]["id"]
+
+
+def of_run(evaluations: Evaluations, starts: Sequence[Mapping[str, Any]]) -> dict[int, Scores]:
+    """Return step -> scores of the steps that led to the last one of these starts, and of its own, ascending."""
+    steps = sorted({step for of_start in evaluations.values() for step in of_start})
+    found = {}
+    for step in steps:
+        scores = evaluations.get(origin(starts, step), {}).get(step)
+        if scores is not None:
+            found[step] = scores
+    return found
+
+
+def every_score(evaluations: Evaluations) -> Iterator[tuple[int, Scores]]:
+    """Yield the step and the scores of all evaluations."""
+    for of_start in evaluations.values():
+        yield from of_start.items()
+
+
+def merged(evaluations: Evaluations, others: Evaluations) -> Evaluations:
+    """Return the evaluations of both; of one that both have, that of `others`."""
+    return {start: evaluations.get(start, {}) | others.get(start, {}) for start in evaluations | others}
+
+
+def content_of(evaluations: Evaluations) -> bytes:
+    """Return the content of an evaluations.json."""
+    return f"{json.dumps(evaluations, indent=1)}\n".encode()
+
+
+def parse_evaluations(content: bytes, name: object) -> Evaluations:
+    """Return the content of an evaluations.json, or {} with a warning if it does not fit."""
+    try:
+        return parse_json(content, Evaluations, name, "its validation losses are ignored")
+    except UserError as error:
+        say(f"warning: {error}")
+        return {}
+
+
+def read_evaluations(folder: Path) -> Evaluations:
+    """Return the evaluations in a folder, {} without the file."""
+    path = folder / EVALUATIONS
+    return parse_evaluations(path.read_bytes(), path) if path.exists() else {}
