@@ -134,7 +134,7 @@ def show_save() -> None:
     with contextlib.ExitStack() as stack:
         for owner, name in ((train, "capture"), (RunLog, "flush"), *in_saves, (os, "replace")):
             stack.enter_context(recorded(owner, name))
-        quietly(train.main, f"{FLAGS} --checkpoint_dir whole --logdir whole".split())
+        quietly(train.main, f"{FLAGS} --checkpoint_dir whole".split())
     starts = [i for i, call in enumerate(calls) if call == "capture"]  # of steps 4, 8 and 12
     print("", *calls[starts[1] : starts[2]], sep="\n")
 
@@ -145,7 +145,7 @@ def records(run: str) -> dict[int, tuple[float, float]]:
 
 
 def show_kill_and_resume() -> None:
-    flags = f"{FLAGS} --checkpoint_dir killed --logdir killed".split()
+    flags = f"{FLAGS} --checkpoint_dir killed".split()
     command, environment = [sys.executable, "-c", HELD, *flags], os.environ | {"PYTHONPATH": str(REPO)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
