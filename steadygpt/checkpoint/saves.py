@@ -92,6 +92,7 @@ class Saves:
             state.val_loss = val_loss if math.isfinite(val_loss) else None
         if best:
             state.best_val_loss = val_loss
+            self.log.note(best_val_loss=val_loss)
             if self.step != state.step:
                 save()
         if self.writer:
@@ -106,7 +107,9 @@ class Saves:
         losses = [saved]
         if self.writer:
             losses += [scores.get("val_loss") for _, scores in every_score(self.writer.evaluations)]
-        return self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
+        best = self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
+        self.log.note(best_val_loss=best)
+        return best
 
     def is_saved(self, step: int) -> bool:
         """Wait for the save in flight, and return whether `step` is durable."""

@@ -24,7 +24,7 @@ COLOURS = {"running": "green", "finished": "green", "stopped": "yellow"}
 CURVES = {"loss": ("loss", "cyan"), "val_loss": ("validation loss", "magenta")}  # title and colour
 FACTS: list[dict[str, str]] = [  # learning; speed; time, money and machine; safety and memory
     {"loss": "{loss:.4f}", "val loss": "{val_loss:.4f}", "expected": "{expected_low:.4f} to {expected_high:.4f}",
-     "best": "{best:.4f}", "bits/byte": "{val_bpb:.4f}",
+     "best": "{best_val_loss:.4f}", "bits/byte": "{val_bpb:.4f}",
      "HellaSwag": "{hellaswag_acc_norm:.1%}", "CORE": "{core:.4f}", "grad norm": "{grad_norm:.2f}"},
     {"tokens/s": "{tokens_per_second:,.0f}", "step": "{step_ms:,.0f} ms", "MFU": "{mfu:.1%}", "tokens": "{tokens}",
      "lr": "{lr:.2e}", "epoch": "{epoch:.2f}"},
@@ -98,8 +98,6 @@ def facts(snapshot: Snapshot, load: Mapping[str, float]) -> Columns:
     times = {"saved": snapshot.saved_at} | ({"mirrored": status.get("mirrored_at")} if status.get("mirror") else {})
     for name, then_s in times.items():
         known[name] = "not yet" if then_s is None else f"{duration_text(max(0.0, time.time() - then_s))} ago"
-    if validations := [value for _, value in snapshot.curves["val_loss"]]:
-        known["best"] = min(validations)
     if "tokens" in status:
         known["tokens"] = scaled_text(status["tokens"], COUNT_UNITS)
     if "elapsed_s" in status:
