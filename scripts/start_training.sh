@@ -38,6 +38,7 @@ echo "+$(printf ' %q' "${command[@]}")"
 "${command[@]}" --dry_run
 [ -z "$preset" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: " || { echo; echo "nothing was started"; exit 1; }
 mkdir -p "$folder"
+[ ! -L "$folder/console.txt" ] || { echo "error: $folder/console.txt: a link; expected a file. Remove the link" >&2; exit 2; }
 exec 3<> "$folder/console.txt"
 cat <&3 > /dev/null  # skip what earlier starts printed
 before=$(cat "$folder/status.json" 2>/dev/null || true)

@@ -39,6 +39,9 @@ class ManagerOptions:
     checkpoint_dir: str = option("checkpoints", "local folder of checkpoints")
 
 
+OF_COPY = "It has no mirror: resume from it with a --mirror of its own, which uploads it"
+
+
 def upload_all(url: str, folder: Path) -> None:
     """Upload what the mirror lacks of the intact checkpoints of a folder, and the logs of the run."""
     with lock_folder(folder, "it uploads its checkpoints itself"):
@@ -48,8 +51,7 @@ def upload_all(url: str, folder: Path) -> None:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
         if run.original:
-            advice = f"Resume from it with --mirror {url}, which uploads it"
-            raise UserError(f"{folder}: a copy of {run.original}. {advice}")
+            raise UserError(f"{folder}: a copy of {run.original}. {OF_COPY}")
         config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
@@ -66,7 +68,10 @@ def upload_all(url: str, folder: Path) -> None:
 
 def download(mirror: Mirror, name: str, folder: Path) -> None:
     """Download a checkpoint and verify it."""
-    there = mirror.patiently(mirror.index).checkpoints
+    index = mirror.patiently(mirror.index)
+    if (folder / RUN).exists() and read_run(folder).id != index.run:
+        raise UserError(f"{folder}: holds another run than {mirror.url}; give an empty --checkpoint_dir")
+    there = index.checkpoints
     name = {"latest": LATEST, **NAMED}.get(name, name)
     if name not in there:
         raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(there) or 'none: the mirror is empty'}")
@@ -84,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.name if is_folder else options.checkpoint_dir)
     if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
-    url = options.mirror or read_run(folder).places.get("mirror")
+    run = read_run(folder)
+    url = options.mirror or run.places.get("mirror")
+    if not url and (folder / RUN).exists() and run.original:
+        raise UserError(f"{folder}: a copy of {run.original}. {OF_COPY}")
     if not url:
         found = f"missing, and {folder / RUN} names none"
         raise OptionError("mirror", found, "a URL such as s3://bucket/run")

@@ -378,7 +378,7 @@ def parse_args(
     """Return the configuration of a command line, and the options that were given: name -> "flag" or "preset"."""
     flags = read_flags(kind, argv, about)
     options = _on_preset(flags)
-    for name in ("resume", "init_from", "mix", "val"):
+    for name in ("resume", "init_from", "mix", "val", "checkpoint_dir"):
         if options.get(name) == "":  # an unset variable in a script must not start a new run
             raise UserError(f"--{name} is empty; expected a value, or drop the flag")
     if (word := options.get("init_from")) in ("resume", "latest", "auto", "best", "stable"):

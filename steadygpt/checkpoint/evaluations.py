@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
+from steadygpt.base.durable import check_regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.typed import parse_json
@@ -61,8 +62,14 @@ def content_of(evaluations: Evaluations) -> bytes:
 
 def parse_evaluations(content: bytes, name: object) -> Evaluations:
     """Return the content of an evaluations.json, or {} with a warning if it does not fit."""
+    advice = "its validation losses are ignored"
     try:
-        return parse_json(content, Evaluations, name, "its validation losses are ignored")
+        evaluations = parse_json(content, Evaluations, name, advice)
+        for step, scores in every_score(evaluations):
+            for score, value in scores.items():
+                if score.startswith("val_") and value is not None and value < 0:
+                    raise UserError(f"{name}: {score} of step {step} is {value}; expected 0 or more; {advice}")
+        return evaluations
     except UserError as error:
         say(f"warning: {error}")
         return {}
@@ -71,4 +78,5 @@ def parse_evaluations(content: bytes, name: object) -> Evaluations:
 def read_evaluations(folder: Path) -> Evaluations:
     """Return the evaluations in a folder, {} without the file."""
     path = folder / EVALUATIONS
+    check_regular(path)
     return parse_evaluations(path.read_bytes(), path) if path.exists() else {}

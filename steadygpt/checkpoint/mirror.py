@@ -101,8 +101,14 @@ class Mirror:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
             typed({"run_name": index.name}, TrainConfig, f"{self.url}/{INDEX}", advice)
         except FileNotFoundError:
-            if any(name.startswith("step_") for name in self.sizes()):
+            names = self.sizes()
+            if any(name.startswith("step_") for name in names):
                 raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
+            others = [name for name in names if FILES.fullmatch(name) or name.endswith(".pt")]
+            if others:
+                raise UserError(
+                    f"--mirror {self.url}: holds {others[0]}, but no mirror; give an empty folder"
+                ) from None
             return Index("", "", "", {})
         if index.checkpoints and self.run not in ("", index.run):
             raise UserError(

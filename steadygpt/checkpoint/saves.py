@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,7 +32,11 @@ from steadygpt.machine.ranks import Ranks, StopSignal
 
 PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
 MAX_FAILED = 10  # consecutive saves, and intervals of timed saves without a good one, before a run stops
-STALE = ".*.tmp*"  # files left by killed writers and downloads
+# Left by killed writers and downloads.
+STALE = re.compile(
+    r"\.((latest|latest_backup|best_model|stable|rolling_step_\d+|epoch_\d+|step_\d+-[\d.]+)\.pt|(evaluations|run|status)"
+    r"\.json|upload)\.tmp(\.part)?"
+)
 
 
 class Saves:
@@ -102,11 +107,12 @@ class Saves:
     def best_val_loss(self, saved: float | None) -> float | None:
         """Return the lowest validation loss of the folder, also of steps that a return to an older checkpoint undoes.
 
-        A checkpoint may not know it: it was saved before the evaluation of its step.
+        A checkpoint may not know it: it was saved before the evaluation of its step. Without a best_model.pt, which the
+        user may have removed, there is none.
         """
-        losses = [saved]
-        if self.writer:
-            losses += [scores.get("val_loss") for _, scores in every_score(self.writer.evaluations)]
+        losses = []
+        if self.writer and self.writer.has_best():
+            losses = [saved, *(scores.get("val_loss") for _, scores in every_score(self.writer.evaluations))]
         best = self.ranks.broadcast(min((loss for loss in losses if loss is not None), default=None))
         self.log.note(best_val_loss=best)
         return best
@@ -150,13 +156,20 @@ class Saves:
             self.log.beat()
 
 
+def stale_files(folder: Path) -> list[Path]:
+    """Return the temporary files of killed writers in a folder."""
+    return [
+        path for path in folder.glob(".*.tmp*") if STALE.fullmatch(path.name) and (path.is_symlink() or path.is_file())
+    ]
+
+
 class CheckpointWriter:
     """Writes in the background, one job at a time; used on rank 0 only."""
 
     def __init__(self, config: TrainConfig, starts: list[files.Start], log: RunLog, uploads: Uploads | None = None):
         self.config, self.starts, self.log, self.uploads = config, starts, log, uploads
         self.folder = Path(config.checkpoint_dir)
-        for stale in self.folder.glob(STALE):
+        for stale in stale_files(self.folder):
             stale.unlink()
         # Head.order of each checkpoint whose head can be read; others are never deleted. Read once: a save changes few.
         self.orders = {file.path.name: file.order for file in files.scan(self.folder) if file.head}
@@ -177,11 +190,17 @@ class CheckpointWriter:
         # The run begins in a folder of its own, or goes back: a kill before the first save must keep this choice.
         if not is_latest or order < max(self.orders.values()):
             self._write(checkpoint, [])
-        self.evaluations = read_evaluations(self.folder)
+        if path:  # a fork has none yet
+            self.evaluations = read_evaluations(self.folder)
         for scores in self.evaluations_of_run().values():
             self.log.note(**scores)  # for the monitor, until the next evaluation
         if self.uploads:
             self.uploads.start()  # also of a choice to go back
+
+    def has_best(self) -> bool:
+        """Return whether there is a best model, here or in the mirror."""
+        mirrored = self.uploads is not None and files.BEST in self.uploads.mirrored
+        return mirrored or (self.folder / files.BEST).exists()
 
     def evaluations_of_run(self) -> dict[int, Scores]:
         """Return step -> scores of the steps that have led to the current one."""

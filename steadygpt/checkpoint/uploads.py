@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +24,9 @@ GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload a
 class Uploads:
     """A thread that uploads what the mirror lacks of a run's folder. Failed uploads are repeated until they succeed."""
 
-    def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog):
+    def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog, mirrored: Collection[str] = ()):
         self.mirror, self.config, self.log = mirror, config, log
+        self.mirrored = mirrored  # names of the checkpoints that the mirror had at the start
         # Absolute, because the thread may outlive the working directory.
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from steadygpt.base.durable import fsync, lines_from_end, no_link
+from steadygpt.base.durable import check_regular, fsync, lines_from_end, no_link, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
@@ -53,6 +53,12 @@ class LineFile:
     """A file that lines are appended to."""
 
     def __init__(self, path: Path):
+        check_regular(path)
+        if (
+            path.exists() and path.stat().st_nlink > 1
+        ):  # of a copy that is made of hard links: the original keeps its own
+            content = path.read_bytes()
+            replace_file(path, lambda file: file.write(content))
         self.file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (open as long as the run)
         if end := self.file.seek(0, os.SEEK_END):
             self.file.seek(end - 1)
@@ -89,6 +95,7 @@ def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[t
     The file is read from its end as far as segments are asked for. Broken lines are skipped, and records before
     `first_step` or without `key`.
     """
+    check_regular(path)
     records: list[Record] = []
     end: float = math.inf  # where later starts begin
     with suppress(FileNotFoundError), open(path, "rb") as file:

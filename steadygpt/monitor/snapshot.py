@@ -60,7 +60,7 @@ class Snapshot:
         return cls(
             folder=folder,
             status=status,
-            process=process_state(status.get("pid"), heartbeat_s) if is_here else "elsewhere",
+            process=process_state(folder, status.get("pid"), heartbeat_s) if is_here else "elsewhere",
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
             saved_at=saved.stat().st_mtime if saved.exists() else None,
             **more,
@@ -116,14 +116,34 @@ def other_runs(top: Path, folder: Path) -> dict[str, Snapshot]:
     return snapshots
 
 
-def process_state(pid: int | None, heartbeat_s: float) -> str:
-    """Return exists, suspended or gone; a process that is younger than the heartbeat is a different one."""
+def process_state(folder: Path, pid: int | None, heartbeat_s: float) -> str:
+    """Return exists, suspended or gone, of the process that trains in a folder.
+
+    A process that is younger than the heartbeat is a different one. So is one that has not opened the folder's lock: a
+    copy of a folder has the status of its original.
+    """
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid or 0)
         state = process.status()
-        if state != psutil.STATUS_ZOMBIE and process.create_time() <= heartbeat_s + 3:
+        if state != psutil.STATUS_ZOMBIE and process.create_time() <= heartbeat_s + 3 and has_lock(process, folder):
             return "suspended" if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "exists"
     return "gone"
+
+
+def has_lock(process: psutil.Process, folder: Path) -> bool:
+    """Return whether a process has opened the lock of a folder; True for another user's, of which it is not known."""
+    try:
+        lock = (folder / ".lock").stat()
+        opened = [file.path for file in process.open_files()]
+    except psutil.AccessDenied:
+        return True
+    except OSError:
+        return False
+    for path in opened:
+        with suppress(OSError):
+            if os.path.samestat(Path(path).stat(), lock):
+                return True
+    return False
 
 
 class Curves:

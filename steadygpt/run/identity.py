@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, TypedDict
 
 from steadygpt.base.durable import replace_file
+from steadygpt.base.text import printable
 from steadygpt.base.typed import read_json
 from steadygpt.config import FIELDS, TrainConfig
 
@@ -66,7 +67,7 @@ def read_run(folder: Path) -> Identity:
     is_restored = (found["machine"], found["folder"]) == (this_machine(), os.path.realpath(folder))
     if is_moved or is_restored:
         return Identity(found["id"], {name: getattr(found["options"], name) for name in PLACES})
-    return Identity(original=f"the run in {found['folder']}")
+    return Identity(original=f"the run in {printable(found['folder'])[:1000]}")
 
 
 def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:

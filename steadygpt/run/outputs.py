@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -10,20 +11,33 @@ from steadygpt.base.durable import fsync_folder, lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
+from steadygpt.checkpoint.evaluations import EVALUATIONS
 from steadygpt.checkpoint.files import check_folder
 from steadygpt.checkpoint.mirror import Mirror, restore_files
-from steadygpt.checkpoint.saves import STALE, CheckpointWriter
+from steadygpt.checkpoint.saves import CheckpointWriter, stale_files
 from steadygpt.checkpoint.uploads import Uploads
-from steadygpt.log.metrics import METRICS
+from steadygpt.log.metrics import LOG, METRICS, STATUS
 from steadygpt.log.runlog import RunLog
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.run.history import IN_USE
-from steadygpt.run.identity import write_run
+from steadygpt.run.identity import RUN, write_run
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
 from steadygpt.run.starts import note_of_start
+
+OWN_FILES = (LOG, METRICS, STATUS, RUN, EVALUATIONS, TENSORBOARD, WANDB)  # besides checkpoints
+
+
+def check_own_files(folder: Path) -> None:
+    """Check that what a run writes in its folder is there: in a folder from elsewhere, a link may lead anywhere."""
+    for path in [*(folder / name for name in OWN_FILES), *folder.glob(f"{TENSORBOARD}/*")]:
+        if path.is_symlink():
+            raise UserError(f"{path}: a link; expected none, since a run writes into its own folder. Remove the link")
+    settings = folder / WANDB / "settings"
+    if os.path.lexists(settings):
+        raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
 
 
 def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
@@ -34,19 +48,18 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
         held.enter_context(lock_folder(folder, IN_USE))
         check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
-    free = disk.free + sum(file.stat().st_size for file in folder.glob(STALE) if file != history.downloaded)
+    free = disk.free + sum(file.stat().st_size for file in stale_files(folder) if file != history.downloaded)
     if free < size and disk.total:  # 0: the file system does not say
         found = f"{bytes_text(size)} needed for a checkpoint, {bytes_text(free)} free"
         raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
-    for subfolder in (folder / TENSORBOARD, folder / WANDB):
-        if subfolder.is_symlink():  # in a folder from elsewhere, it may lead anywhere
-            raise UserError(f"{subfolder}: a link; expected a folder, since a run writes into its own. Remove the link")
+    check_own_files(folder)
     mirror = Mirror(config.mirror, history.run.id, config.name) if config.mirror else None
     if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
         raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
+    mirrored: Collection[str] = ()  # names of checkpoints
     with suppress(NoAnswer):  # the first upload claims it
         if mirror:
-            mirror.patiently(mirror.claim)
+            mirrored = mirror.patiently(mirror.claim).checkpoints
     write_run(folder, history.run.id, config)  # first: a folder with a checkpoint says which run it is
     for damaged, name in history.renamed.items():  # saves would replace or delete them
         damaged.rename(name)
@@ -57,7 +70,7 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
         if history.checkpoint:
             mirror.patiently(partial(restore_files, mirror, folder))
         mirror.has_other_logs = False
-    uploads = Uploads(mirror, config, log) if mirror else None
+    uploads = Uploads(mirror, config, log, mirrored) if mirror else None
     writer = CheckpointWriter(config, starts, log, uploads)
     now, repeats = {"run": history.run.id, **note_of_start(config, starts)}, Repeats(log)
     if checkpoint := history.checkpoint:

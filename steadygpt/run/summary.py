@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.evaluations import Evaluations, Scores, every_score
-from steadygpt.checkpoint.files import TrainState
+from steadygpt.checkpoint.files import BEST, TrainState
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -66,7 +66,7 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     folder = ""
     if config.checkpoint_dir != "checkpoints":
         folder = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}"
-    which = "latest" if state.best_val_loss is None else "best"
+    which = "best" if (saves.writer.folder / BEST).exists() else "latest"  # the best one may be in the mirror only
     if status == "finished":
         lines["next"] = f"python generate.py {which}{folder}, or python convert_hf.py {which} hf_model{folder}"
     elif status == "stopped":

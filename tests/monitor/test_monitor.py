@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from test_metrics import start_line
 
 from steadygpt.base.options import UserError
 from steadygpt.monitor import snapshot as watch
-from steadygpt.monitor.snapshot import HEALTHY, Snapshot, process_state, state_of
+from steadygpt.monitor.snapshot import HEALTHY, Snapshot, state_of
 
 sys.path.insert(0, str(REPO / "scripts"))
 import monitor_training
@@ -38,10 +39,13 @@ STATUS = {
     "val_bpb": 1.0625, "lr": 6e-4,
 }  # fmt: skip
 
+LOCKS: list = []
+
 
 def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path:
     """Write the files of a run; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    LOCKS.append(open(folder / ".lock", "a"))
     status = {**STATUS, "updated_at": time.time() - heartbeat_age_s, **changes}
     status["warnings"] = list(warnings)
     (folder / "status.json").write_text(json.dumps(status))
@@ -111,12 +115,19 @@ def test_state_names_the_reason_and_the_next_command():
     assert state_of(snapshot_of(ended, saved_at=None)).command == ""  # there is nothing to resume
 
 
-def test_state_of_a_process():
+def test_state_of_a_process(tmp_path):
     now_s = time.time()
-    process = subprocess.Popen(["sleep", "60"])
+    for folder in ("run", "copy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".lock").touch()
+    with open(tmp_path / "run/.lock") as lock:
+        process = subprocess.Popen(["sleep", "60"], stdin=lock)
+    process_state = partial(watch.process_state, tmp_path / "run")
     try:
         assert process_state(process.pid, now_s) == "exists"
         assert process_state(process.pid, now_s - 60) == "gone"  # a different process with the same number
+        assert watch.process_state(tmp_path / "copy", process.pid, now_s) == "gone"
+        assert watch.process_state(tmp_path, process.pid, now_s) == "gone"  # without a lock
         process.send_signal(signal.SIGSTOP)
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)

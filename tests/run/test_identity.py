@@ -192,13 +192,54 @@ def test_a_mirror_is_no_checkpoint_folder_and_a_dry_run_restores_nothing(url):
 
 def test_a_copy_may_write_to_no_mirror_of_its_original(url):
     tell("start one --max_steps 3 --run_name a --mirror $URL\ncp -r one copy")
-    with pytest.raises(UserError, match=r"--mirror is missing, and copy/run\.json names none"):
+    with pytest.raises(UserError, match=r"copy: a copy of the run in .*/one\. It has no mirror: resume from it with"):
         upload_manager.main(["upload-all", "copy"])
-    with pytest.raises(UserError, match=r"copy: a copy of the run in .*/one\. Resume from it with --mirror"):
+    with pytest.raises(UserError, match=r"copy: a copy of the run in .*/one\. It has no mirror: resume from it with"):
         upload_manager.main(["upload-all", "copy", "--mirror", f"{url}-empty"])
+    with pytest.raises(UserError, match=r"copy: holds another run than file:.*/there; give an empty --checkpoint_dir"):
+        upload_manager.main(["download", "latest", "--mirror", url, "--checkpoint_dir", "copy"])
     refused = rf"--mirror {url} belongs to the run a \({read_run(Path('one')).id}\); give this run another --mirror"
     with pytest.raises(UserError, match=refused):
         tell("resume copy --mirror $URL")
+
+
+def test_a_folder_of_a_run_is_no_mirror(url):
+    tell("start one --max_steps 3\nstart two --max_steps 3")
+    before = contents("one")
+    with pytest.raises(UserError, match=r"--mirror file:.*/one: holds \S+, but no mirror; give an empty folder"):
+        tell("resume two --max_steps 4 --mirror file://$PWD/one")
+    assert contents("one") == before
+
+
+def test_a_copy_of_hard_links_leaves_the_logs_of_its_original(url):
+    tell("start one --max_steps 3\ncp -al one x")
+    before = contents("one")
+    tell("resume x --max_steps 6")
+    assert contents("one") == before | {Path("one/.lock"): Path("x/.lock").read_bytes()}
+    assert metrics("x", "loss").keys() == set(range(6))
+
+
+def test_files_of_the_user_stay_in_the_folder_of_a_run(url):
+    names = (".env.tmpl", ".bashrc.tmpl", ".notes.tmp", "x.tmp")
+    Path("one/.folder.tmp").mkdir(parents=True)
+    for name in (*names, ".latest.pt.tmp", ".rolling_step_000001.pt.tmp"):
+        Path("one", name).write_text("mine")
+    tell("start one --max_steps 3")
+    left = {path.name for path in Path("one").glob("*.tmp*")} | {path.name for path in Path("one").glob(".*.tmp*")}
+    assert left == {*names, ".folder.tmp"}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.json", "log.txt"])
+def test_a_pipe_in_place_of_a_file_is_refused(url, name):
+    tell(f"start one --max_steps 3 --eval_freq 1\nrm one/{name}; mkfifo one/{name}")
+    with pytest.raises(UserError, match=f"one/{name}: a pipe or a device; expected a file"):
+        tell("resume one --max_steps 4")
+
+
+def test_settings_of_wandb_in_the_folder_are_refused(url):
+    tell("start one --max_steps 3\nmkdir one/wandb; touch one/wandb/settings")
+    with pytest.raises(UserError, match="one/wandb/settings: may name another server for W&B"):
+        tell("resume one --max_steps 4")
 
 
 def test_a_restore_is_the_folder(url):
@@ -252,6 +293,15 @@ def test_a_fork_has_a_best_model_of_its_own(url):
     torch.save(load(path) | {"best_val_loss": 0.001}, path)
     tell("start two --resume one/rolling_step_000002.pt --eval_freq 2")
     assert load("two/best_model.pt")["step"] >= 2
+
+
+def test_without_a_best_model_the_next_one_is_the_best(url, capsys):
+    tell("start one --max_steps 4 --eval_freq 2\nrm one/best_model.pt")
+    tell("resume one --max_steps 5 --max_lr 0 --min_lr 0 --allow_changes --eval_freq 2")
+    assert load("one/best_model.pt")["step"] in (4, 5)
+    tell("rm one/*.pt\nstart two --max_steps 4 --checkpoint_freq 2")  # evaluations are left in one
+    tell("start one --resume two/rolling_step_000002.pt --eval_freq 2 --max_steps 4")
+    assert load("one/best_model.pt")["step"] in (2, 4)
 
 
 def test_curves_continue_without_the_flag_and_a_dry_run_writes_nothing(url):
@@ -340,16 +390,20 @@ def test_a_name_in_the_index_of_a_mirror_is_printable(theirs):
 def test_no_link_in_the_folder_is_followed(victim):
     tell("start one --max_steps 3 --use_tensorboard --mirror $PWD/there\nmv one/tensorboard events")
     before = victim()
+    events = "events.out.tfevents.1.host"
     for name in ("log.txt", "metrics.jsonl", "status.json", "evaluations.json", "run.json", ".lock", "tensorboard",
-                 "wandb", "latest_backup.pt", ".latest.pt.tmp", ".run.json.tmp"):  # fmt: skip
+                 "wandb", "latest_backup.pt", ".latest.pt.tmp", ".run.json.tmp", f"tensorboard/{events}",
+                 "tensorboard/rank0.pt.trace.json.gz"):  # fmt: skip
         target = Path("home", "tensorboard" if name in ("tensorboard", "wandb") else "log.txt").absolute()
-        tell(f"cp -r one x; rm -rf x/{name}; ln -s {target} x/{name}")
+        tell(f"cp -r one x; mkdir -p x/tensorboard; rm -rf x/{name}; ln -s {target} x/{name}")
         with suppress(UserError):
-            tell("resume x --max_steps 4 --eval_freq 1")
-        tell("rm -r x")
+            tell("resume x --max_steps 9 --eval_freq 1 --profile 3 --use_tensorboard --mirror $PWD/theirs/x")
+        assert victim() == before or name in (".lock", ".latest.pt.tmp", ".run.json.tmp", "latest_backup.pt")
+        assert b"mine" not in b"".join(path.read_bytes() for path in Path("theirs").rglob("*") if path.is_file())
+        tell("rm -r x; rm -rf theirs/x")
     assert victim() == before
     tell("ln -s ../home/tensorboard one/tensorboard")
-    refused = "one/tensorboard: a link; expected a folder, since a run writes into its own. Remove the link"
+    refused = "one/tensorboard: a link; expected none, since a run writes into its own folder. Remove the link"
     with pytest.raises(UserError, match=refused):
         tell("resume one --max_steps 4")
     assert victim() == before and not Path("there/tensorboard/events.out.tfevents.1.host").exists()
