@@ -6,15 +6,14 @@
     python prepare_dataset.py --source corpus/ --tokenizer bpe:32768               # trains a tokenizer first
     python prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2        # token ids, or text, of a store
 
-A source is cut into units, which depend only on its files. Workers encode units, and a shard or the validation split
-ends with a unit. So the shards are byte-identical for any number of workers, the same text is in the validation split
-for every tokenizer, and after a kill the same command resumes with the unit after the last shard.
+Workers encode units of text, which depend only on the files. About every fortieth piece of text goes to the validation
+split, whatever the tokenizer. So the shards are byte-identical for any number of workers, and after a kill the same
+command resumes with the unit after the last one that was saved.
 """
 
 import dataclasses
 import glob
 import json
-import math
 import os
 import re
 import shlex
@@ -30,17 +29,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import IO, Annotated, Any, NamedTuple
 
 import numpy as np
 
-from steadygpt.base.disk import disks, existing
-from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.disk import existing
+from steadygpt.base.durable import fsync, lock_folder, no_link, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
 from steadygpt.base.typed import Count, read_json
-from steadygpt.data.documents import LINES, NO_TEXT, Part, cut_document, read_documents, repair, suffix_of
+from steadygpt.data import hub
+from steadygpt.data.documents import NO_TEXT, PIECE_BYTES, Block, cut_document, read_documents, repair, suffix_of
 from steadygpt.data.shards import (
     DEFAULT_FOLDER,
     MANIFEST,
@@ -50,7 +50,7 @@ from steadygpt.data.shards import (
     token_dtype,
     write_shard,
 )
-from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Source, find_source, fingerprint
+from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Place, Source, find_source, fingerprint
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
     GPT2_TOKENIZER,
@@ -62,19 +62,23 @@ from steadygpt.data.tokenizer import (
     vocab_size_of,
     vocab_size_to_train,
 )
+from steadygpt.data.tokenizer_check import check_against_library
 from steadygpt.data.train_tokenizer import TRAINING_BYTES, train_tokenizer
 from steadygpt.data.workers import map_in_order
 from steadygpt.machine.host import usable_cores
 
 DESCRIPTION = (
     "Write token shards from text or token ids in files, object stores, the Hugging Face Hub or Python's library. The "
-    "default, 10 B tokens of FineWeb-Edu, downloads 27 GB and needs 24 GB of disk at peak, 20 GB afterwards, and "
+    "default, 10 B tokens of FineWeb-Edu, reads 27 GB over the network and needs 20 GB of disk, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
 IN_USE = "wait until it has finished, or use a different --out"
-DOWNLOADS = ".download"  # in the folder of the shards
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
-VAL_BYTES = 400_000_000  # of text in val, at most; then the unit is completed
+VAL_SHARE = 1 / 40
+LARGE_SHARE = 1 / 10  # until val has --val_tokens, where the size of the source is not known
+VAL_BYTES = 400_000_000  # of text in val, at most
+VAL_PIECES = 10  # of the text of val, at least
+LEAST_TOKENS = 100  # of a source with a val split
 SAMPLE_BYTES = 2**20  # of text that is encoded to estimate the number of tokens
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
@@ -102,7 +106,7 @@ class PrepareOptions:
     shard_size: int = option(100_000_000, "tokens per shard, at most", at_least=1, at_most=2**31)
     val_tokens: int | None = option(
         None,
-        "tokens of the val split, from the start of the source, at least (default: 1/40 of the source, at most 400 MB)",
+        "tokens of the val split, about, spread over the source (default: 1/40 of the source, at most 400 MB)",
         at_most=2**31,
     )
     num_workers: int | None = option(
@@ -111,12 +115,8 @@ class PrepareOptions:
     out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
     name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
     text_field: str = option("text", "JSON field or column with a document's text, or array in an .npz file")
-    streaming: bool = option(
-        False, "read a Hub data set or an object store over the network, without downloading files to disk"
-    )
     keep_download: bool = option(
-        False,
-        "keep a Hub data set in the Hub's cache, instead of deleting each file once its tokens are in shards",
+        False, "download the files of a Hub data set to the Hub's cache first, instead of reading them over the network"
     )
 
 
@@ -125,54 +125,63 @@ class PrepareOptions:
 
 
 class Encoded(NamedTuple):
-    """The ids of a unit."""
+    """The ids of a unit, in pieces that belong to one split each."""
 
     ids: np.ndarray  # (n,), of the shards' dtype
-    rows: list[int]  # documents of each part, with the skipped ones; a text is one, in its first part
-    skipped: list[list[tuple[int, str]]]  # of each part the rows, counted from 0, and the reasons
+    ends: list[int]  # where each piece ends in the ids
+    sizes: list[int]  # bytes of text of each piece; of token ids, how many
+    skipped: Sequence[tuple[str, str]] = ()  # rows that are skipped, as FILE:NUMBER, and the reasons
     documents: int = 0
     repaired: int = 0  # characters U+FFFD that replace invalid Unicode
-    text_bytes: int = 0
     spelled: int = 0  # how often texts contain the characters of the document token
 
 
-def encode(unit: list[Part], record: TokenizerRecord, out: Path, vocab_size: int, text_field: str) -> Encoded:
+def encode(
+    unit: list[Block], record: TokenizerRecord, out: Path, vocab_size: int, text_field: str, piece_bytes: int
+) -> Encoded:
     """Encode the documents of a unit, with the document token before each and nowhere else.
 
     Token ids are checked instead.
 
     Args:
         record: of the tokenizer, whose file is in the folder `out`, if it has one.
+        piece_bytes: longer documents are cut into pieces of about so many bytes.
     """
     dtype = token_dtype(vocab_size)
-    blocks = [part.data for part in unit if isinstance(part.data, np.ndarray)]
-    if blocks:  # then all parts are: a source holds text or ids
-        for part, block in zip(unit, blocks, strict=True):
-            check_vocabulary(part.name, block, vocab_size)
-        return Encoded(np.concatenate([block.astype(dtype) for block in blocks]), [0] * len(unit), [[]] * len(unit))
+    if isinstance(unit[0].data, np.ndarray):  # then all blocks are: a source holds text or ids
+        for block in unit:
+            check_vocabulary(block.name, block.data, vocab_size)
+        array = np.concatenate([block.data.astype(dtype) for block in unit])
+        ends = [*range(piece_bytes, len(array), piece_bytes), len(array)]
+        return Encoded(array, ends, np.diff(ends, prepend=0).tolist())
     tokenizer = load_tokenizer(record, out)
     begin = np.array([tokenizer.document_id], dtype).tobytes()
-    ids, rows, skipped = bytearray(), list[int](), list[list[tuple[int, str]]]()
-    documents, repaired, text_bytes, spelled = 0, 0, 0, 0
-    for part in unit:
-        rows.append(0)
-        skipped.append([])
-        for text, is_begin in read_documents(part, text_field):
-            rows[-1] += is_begin
+    ids = bytearray()
+    ends = []
+    sizes = []
+    skipped = []
+    documents = 0
+    repaired = 0
+    spelled = 0
+    for block in unit:
+        for row, text, is_begin in read_documents(block, text_field):
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
                 reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
-                skipped[-1].append((rows[-1] - 1, reason))
+                skipped.append((f"{block.name}:{row + 1}", reason))
                 continue
             clean = repair(text)
-            repaired += clean.count("\ufffd") - text.count("\ufffd") if clean is not text else 0
-            documents += is_begin
+            if clean is not text:
+                repaired += clean.count("\ufffd") - text.count("\ufffd")
             spelled += clean.count(tokenizer.document_token)
-            text_bytes += len(clean.encode())
-            ids += begin * is_begin
-            for piece in cut_document(clean):
+            if is_begin:
+                documents += 1
+                ids += begin
+            for piece, size in cut_document(clean, piece_bytes):
                 ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
-    return Encoded(np.frombuffer(ids, dtype), rows, skipped, documents, repaired, text_bytes, spelled)
+                ends.append(len(ids) // dtype.itemsize)
+                sizes.append(size)
+    return Encoded(np.frombuffer(ids, dtype), ends, sizes, skipped, documents, repaired, spelled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,14 +234,6 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
 # ids -> shards
 
 
-class Next(TypedDict):
-    """Where the unit after the last shard begins."""
-
-    file: Count
-    part: Count
-    row: Count  # of the file
-
-
 @dataclass(kw_only=True)
 class Manifest:
     """The content of manifest.json: the options, the shards so far, and where an unfinished preparation resumes."""
@@ -244,8 +245,9 @@ class Manifest:
     tokenizer_bytes: Count = 0  # of text that it was trained on here, at most
     document_token: str = END_OF_TEXT
     shard_size: Annotated[int, 1]
-    val_tokens: Count | None  # None if val_bytes decides
-    val_bytes: Count = 0  # of text in val, at least
+    val_tokens: Count | None  # as asked for
+    val_share: Annotated[float, 0, 1] = VAL_SHARE  # of the text, at most
+    piece_bytes: Annotated[int, 1] = PIECE_BYTES  # of text, or token ids, that are in one split together
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # the source's fingerprint
@@ -256,10 +258,14 @@ class Manifest:
     repaired: Count = 0
     spelled: Count = 0
     skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
-    text_bytes: Count = 0
+    read: Count = 0  # bytes of text so far, or token ids
+    read_for_val: Count = 0  # of these, in val
     tokens: Count = 0
+    tokens_for_val: Count = 0
     shards: list[ShardEntry] = field(default_factory=list)
-    next: Next = field(default_factory=lambda: Next(file=0, part=0, row=0))  # unless complete
+    # Until the preparation is complete:
+    next: Place = field(default_factory=Place)  # of the unit after the last one that is saved
+    begun: dict[str, Count] = field(default_factory=dict)  # split -> tokens of its next shard that are saved
 
     @staticmethod
     def begin(options: PrepareOptions, source: Source, out: Path) -> "Manifest":
@@ -272,7 +278,7 @@ class Manifest:
                 f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
             )
         with lock_folder(out, IN_USE) if TokenizerRecord(options.tokenizer).is_file else nullcontext():
-            check_not_overtaken(options, out, [])
+            check_not_overtaken(options, out, None)
             record, vocab_size = obtain_tokenizer(options, source, out)
             manifest = Manifest.of(options, source, record, vocab_size)
             if record.is_file:
@@ -282,13 +288,11 @@ class Manifest:
     @staticmethod
     def of(options: PrepareOptions, source: Source, record: TokenizerRecord, vocab_size: int) -> "Manifest":
         """Return the manifest of a new preparation with a tokenizer."""
-        val_by_bytes = options.val_tokens is None and not source.holds_ids
         asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
         found: dict[str, Any] = {
             "commit": source.commit,
             "files": fingerprint(source.identities),
             "dtype": token_dtype(vocab_size).name,
-            "val_bytes": min(VAL_BYTES, math.ceil(source.stored_bytes / 40) or VAL_BYTES) if val_by_bytes else 0,
             **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
         }
         if record.tokenizer.startswith("bpe:"):
@@ -297,7 +301,7 @@ class Manifest:
 
     @staticmethod
     def load(out: Path, options: PrepareOptions) -> "Manifest | None":
-        """Read the manifest that an earlier run of the same preparation left; None if there is no shard to keep."""
+        """Read the manifest that an earlier run of the same preparation left; None if it has saved nothing."""
         advice = f"use a different --out, or empty {out}"
         try:
             manifest = read_json(out / MANIFEST, Manifest, f"so it is not a manifest; {advice}")
@@ -307,7 +311,7 @@ class Manifest:
             return None
         except NotADirectoryError:
             raise UserError(f"--out {out} is a file; expected a folder") from None
-        if not manifest.shards:
+        if not (manifest.shards or manifest.next != Place()):
             return None
         asked, path = dict(vars(options)), Path(options.tokenizer)
         if path.suffix == ".json" and path.exists():  # the content counts, not the name
@@ -327,46 +331,44 @@ class Manifest:
                 )
         return manifest
 
-    def encoder(self, out: Path) -> Callable[[list[Part]], Encoded]:
+    def encoder(self, out: Path) -> Callable[[list[Block]], Encoded]:
         """Return the function that encodes a unit, for workers."""
-        record = TokenizerRecord.of(vars(self))
-        return partial(encode, record=record, out=out, vocab_size=self.vocab_size, text_field=self.text_field)
+        return partial(
+            encode, record=TokenizerRecord.of(vars(self)), out=out, vocab_size=self.vocab_size,
+            text_field=self.text_field, piece_bytes=self.piece_bytes,
+        )  # fmt: skip
 
     def save(self, out: Path) -> None:
         """Replace the manifest atomically."""
-        content = {key: value for key, value in vars(self).items() if key != "next" or not self.complete}
+        content = vars(self) | {"next": self.next._asdict()}
+        if self.complete:
+            del content["next"], content["begun"]
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
-    def split_of(self, found: Encoded) -> str:
-        """Return the split of the next unit. Val comes first, until it has val_tokens or val_bytes.
+    def add(self, found: Encoded) -> dict[str, list[np.ndarray]]:
+        """Count a unit, and return the ids of each split.
 
-        A unit that would make it four times val_bytes is left to train, unless it is the first.
+        A piece of text goes to val if val then still has at most its share of all that was read. So val is spread over
+        the source, and never larger.
         """
-        there = self.text_bytes
-        is_val = there < self.val_bytes and (there == 0 or there + found.text_bytes < 4 * self.val_bytes)
-        if self.val_tokens is not None:
-            is_val = self.tokens < self.val_tokens
-        return "val" if is_val else "train"
-
-    def add(self, found: Encoded) -> None:
-        """Count a unit."""
+        ids: dict[str, list[np.ndarray]] = {"val": [], "train": []}
+        begin = 0
+        for end, size in zip(found.ends, found.sizes, strict=True):
+            self.read += size
+            is_val = self.read_for_val + size <= self.val_share * self.read
+            if self.val_tokens is not None and self.tokens_for_val >= self.val_tokens:
+                is_val = False
+            if is_val:
+                self.read_for_val += size
+                self.tokens_for_val += end - begin
+            ids["val" if is_val else "train"].append(found.ids[begin:end])
+            begin = end
         self.documents += found.documents
         self.repaired += found.repaired
         self.spelled += found.spelled
-        self.text_bytes += found.text_bytes
         self.tokens += len(found.ids)
-        self.skipped = Counter(self.skipped) + Counter(reason for rows in found.skipped for _, reason in rows)
-
-    def write(self, out: Path, split: str, units: list[np.ndarray]) -> None:
-        """Write the ids of units (n,) as the next shard, or as several if one unit has more than shard_size."""
-        if len(units) > 1:
-            shards = [units]
-        else:
-            shards = [[ids] for ids in np.split(units[0], range(self.shard_size, len(units[0]), self.shard_size))]
-        for parts in shards:
-            name = f"{self.name}_{split}_{len(self.shards):06d}.npy"
-            digest = write_shard(out / name, *parts)
-            self.shards.append({"file": name, "split": split, "tokens": sum(map(len, parts)), "sha256": digest})
+        self.skipped = Counter(self.skipped) + Counter(reason for _, reason in found.skipped)
+        return ids
 
     def counts(self) -> str:
         """Return what was read, in words."""
@@ -379,66 +381,159 @@ class Manifest:
         return ", ".join([*notes, f"{self.tokens:,} tokens"])
 
 
-def check_not_overtaken(options: PrepareOptions, out: Path, shards: Sequence[ShardEntry]) -> None:
-    """Check that a folder, which is now locked, has the shards that it had before."""
-    if (there := Manifest.load(out, options)) and there.shards != shards:
+def check_not_overtaken(options: PrepareOptions, out: Path, manifest: Manifest | None) -> None:
+    """Check that a folder, which is now locked, has what it had before."""
+    if Manifest.load(out, options) != manifest:
         raise UserError(f"{out}: another command has written shards meanwhile; run this again")
 
 
-def write_shards(
-    encoded: Iterable[tuple[list[Part], Encoded]], out: Path, manifest: Manifest, release: Callable[[int], object]
-) -> None:
-    """Write the missing shards; after each, save in the manifest which unit comes next. Name the first skipped rows.
+class Shards:
+    """The shards of a folder. The ids of the next shard of each split are in a file NAME.part, which only grows.
+
+    So the last saved manifest always fits the files. save() runs in a thread, so that workers get units meanwhile.
+    """
+
+    def __init__(self, out: Path, manifest: Manifest):
+        self.out = out
+        self.name = manifest.name
+        self.shard_size = manifest.shard_size
+        self.dtype = np.dtype(manifest.dtype)
+        self.done = list(manifest.shards)
+        self.begun = {"val": 0, "train": 0} | manifest.begun
+        self.parts = {split: self._open(split) for split in self.begun}
+        known = {shard["file"] for shard in self.done} | {Path(file.name).name for file in self.parts.values()}
+        for path in out.iterdir():
+            # Left by a start that was killed before it could save the manifest.
+            if (
+                re.fullmatch(rf"{re.escape(self.name)}_(val|train)_\d{{6,}}\.npy(\.part)?", path.name)
+                and path.name not in known
+            ):
+                path.unlink()
+
+    def _path(self, split: str) -> Path:
+        """Return the path of the next shard of a split."""
+        number = sum(shard["split"] == split for shard in self.done)
+        return self.out / f"{self.name}_{split}_{number:06d}.npy"
+
+    def _open(self, split: str) -> IO[bytes]:
+        path = self._path(split).with_suffix(".npy.part")
+        file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
+        num_bytes = self.begun[split] * self.dtype.itemsize
+        if file.seek(0, os.SEEK_END) < num_bytes:
+            raise UserError(f"{path}: missing or damaged; {MANIFEST} lists it. Empty {self.out} and prepare it again")
+        file.truncate(num_bytes)
+        return file
+
+    def save(self, manifest: Manifest, units: list[dict[str, list[np.ndarray]]]) -> None:
+        """Append the ids of units to the splits, and save the manifest, whose `next` is the unit after them."""
+        finished = []
+        for ids_of_split in units:
+            for split, blocks in ids_of_split.items():
+                for ids in blocks:
+                    while len(ids):
+                        if self.begun[split] == self.shard_size:  # not before there is more, so that no shard is empty
+                            finished.append(self._finish(split))
+                            self.parts[split] = self._open(split)
+                        fitting = ids[: self.shard_size - self.begun[split]]
+                        self.parts[split].write(fitting.tobytes())
+                        self.begun[split] += len(fitting)
+                        ids = ids[len(fitting) :]
+        for file in self.parts.values():
+            file.flush()
+            fsync(file.fileno())
+        dataclasses.replace(manifest, shards=list(self.done), begun=dict(self.begun)).save(self.out)
+        for path in finished:
+            path.unlink()
+
+    def _finish(self, split: str) -> Path:
+        """Make a shard of the ids that a split has so far; return their file, which the saved manifest still needs."""
+        path = self._path(split)
+        part = path.with_suffix(".npy.part")
+        self.parts[split].close()
+        ids = np.memmap(part, self.dtype, "r", shape=(self.begun[split],))
+        digest = write_shard(path, ids)
+        self.done.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
+        self.begun[split] = 0
+        return part
+
+    def complete(self, manifest: Manifest) -> Manifest:
+        """Make shards of the rest, and return the complete manifest."""
+        parts = [self._path(split).with_suffix(".npy.part") for split in self.parts]
+        for split in self.parts:
+            if self.begun[split]:
+                self._finish(split)
+        manifest = dataclasses.replace(manifest, shards=self.done, complete=True)
+        manifest.save(self.out)
+        for path in parts:
+            path.unlink()
+        return manifest
+
+    def give_to_val(self, count: int) -> None:
+        """Move the last ids of train to val, which is empty."""
+        file = self.parts["train"]
+        file.flush()
+        file.seek(-count * self.dtype.itemsize, os.SEEK_END)
+        self.parts["val"].write(file.read())
+        self.begun["val"] += count
+        self.begun["train"] -= count  # the file keeps them: the saved manifest counts them
+
+    def discard(self) -> None:
+        """Remove all that was written."""
+        parts = [self._path(split).with_suffix(".npy.part") for split in self.parts]
+        for path in [*parts, *(self.out / shard["file"] for shard in self.done), self.out / MANIFEST]:
+            path.unlink()
+
+    def close(self) -> None:
+        for file in self.parts.values():
+            file.close()
+
+
+def problem_of(manifest: Manifest) -> str:
+    """Return why the tokens of a source make no data set, "" if they do."""
+    if not manifest.tokens:
+        return f"found nothing ({manifest.counts()}); expected text or token ids"
+    if manifest.val_share and manifest.tokens < LEAST_TOKENS:
+        return f"{manifest.counts()}; expected {LEAST_TOKENS} or more, of which some are val. Try --val_tokens 0"
+    if manifest.tokens_for_val == manifest.tokens:
+        return f"{manifest.counts()}; --val_tokens {manifest.val_tokens} leaves none for train. Give a smaller number"
+    return ""
+
+
+def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, manifest: Manifest) -> Manifest:
+    """Write the missing shards, and return the complete manifest; name the first skipped rows.
 
     Args:
         encoded: units and their ids, from the unit at manifest.next on.
-        release: is called with a file number once all files before it are in shards.
     """
-    held, split, row, named = list[np.ndarray](), "val", manifest.next["row"], 0
-
-    def save_shard(before: Manifest, split: str, units: list[np.ndarray]) -> None:
-        before.write(out, split, units)
-        before.save(out)
-        release(before.next["file"])
-
-    with ThreadPoolExecutor(1) as writer:  # so that workers get units while a shard is written
-        saved: Future = writer.submit(bool)  # the last one; at first, nothing
-        for unit, found in encoded:
-            is_full = sum(map(len, held)) + len(found.ids) > manifest.shard_size
-            if held and (is_full or manifest.split_of(found) != split):
-                saved.result()
-                place = Next(file=unit[0].file, part=unit[0].number, row=row if unit[0].number else 0)
-                saved = writer.submit(save_shard, dataclasses.replace(manifest, next=place), split, held)
-                held = []
-            if len(found.ids):
-                split = manifest.split_of(found)
-                held.append(found.ids)
-            manifest.add(found)
-            for part, rows, skipped in zip(unit, found.rows, found.skipped, strict=True):
-                row = row if part.number else 0
-                for at, reason in [skip for skip in skipped if skip[1] != NO_TEXT][: NAMED_SKIPS - named]:
-                    say(f"skipped {part.name.removeprefix(f'{STDLIB}{os.sep}')}:{row + at + 1}: {reason}")
-                    named += 1
-                row += rows
-        saved.result()
-    if split == "val" and all(shard["split"] == "val" for shard in manifest.shards):
-        written = [out / shard["file"] for shard in manifest.shards]
-        dataclasses.replace(manifest, shards=[]).save(out)  # after a kill in between, the same command begins again
-        for path in [*written, out / MANIFEST]:
-            path.unlink()
-        if not manifest.tokens:
-            raise UserError(f"{manifest.source}: found nothing ({manifest.counts()}); expected text or token ids")
-        val = f"--val_tokens {manifest.val_tokens}"
-        if manifest.val_tokens is None:
-            val = f"a val split of {counted(manifest.val_bytes, 'byte')}"
-        raise UserError(
-            f"{manifest.source}: {manifest.counts()}, and {val} leaves none for train; give a smaller --val_tokens, or "
-            "0, because rows are not split"
-        )
-    if held:
-        manifest.write(out, split, held)
-    manifest.complete = True
-    manifest.save(out)
+    named = 0
+    waiting: list[dict[str, list[np.ndarray]]] = []  # ids of units that are not saved yet
+    with closing(Shards(out, manifest)) as shards:
+        with ThreadPoolExecutor(1) as writer:
+            saved: Future = writer.submit(bool)  # the last save; at first, nothing
+            for unit, found in encoded:
+                last = unit[-1]
+                place = Place(last.file, last.end, last.end_row, last.progress)
+                manifest = dataclasses.replace(manifest, next=place)  # the writer may still use the one before
+                waiting.append(manifest.add(found))
+                for row, reason in found.skipped:
+                    if reason != NO_TEXT and named < NAMED_SKIPS:
+                        say(f"skipped {row.removeprefix(f'{STDLIB}{os.sep}')}: {reason}")
+                        named += 1
+                if saved.done():
+                    saved.result()
+                    saved = writer.submit(shards.save, manifest, waiting)
+                    waiting = []
+            saved.result()
+        shards.save(manifest, waiting)
+        problem = problem_of(manifest)
+        if problem:
+            shards.discard()
+            raise UserError(f"{manifest.source}: {problem}")
+        if manifest.val_share and not manifest.tokens_for_val:  # there is less text than its beginning has promised
+            count = min(max(1, int(manifest.tokens * manifest.val_share)), shards.begun["train"] - 1)
+            shards.give_to_val(count)
+            manifest = dataclasses.replace(manifest, tokens_for_val=count)
+        return shards.complete(manifest)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,71 +559,99 @@ def default_name(source: str) -> str:
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
-def expected(source: Source, manifest: Manifest, out: Path) -> tuple[float, float] | None:
-    """Encode some of the next text, and extrapolate its tokens and bytes to all files.
+def estimate(source: Source, manifest: Manifest, out: Path) -> tuple[float, float]:
+    """Encode some of the next text, check the tokenizer on it, and return about the tokens and bytes of text of all.
 
-    Returns: None if the size of the files is not known.
+    Both are 0 if the size of the files is not known. Of token ids, both are their number.
     """
-    first, total = manifest.next["file"], sum(source.sizes)
-    sample, num_bytes = list[Part](), 0
-    for part in source.parts(manifest.text_field, manifest.vocab_size, first, in_place=True):
-        sample.append(part)
-        num_bytes += part.num_bytes
+    first = manifest.next
+    total = sum(source.sizes)
+    sample = list[Block]()
+    num_bytes = 0
+    for block in source.blocks(manifest.text_field, manifest.vocab_size, first):
+        sample.append(block)
+        num_bytes += block.num_bytes
         if num_bytes >= SAMPLE_BYTES:
             break
-    read = sum(source.sizes[first : sample[-1].file]) + sample[-1].end if sample else 0
-    if not (read and total):
-        return None
-    encode, token = manifest.encoder(out), manifest.document_token
+    if not (source.holds_ids or first != Place()):
+        check_tokenizer_on(sample, manifest, out)
+    if not (sample and total):
+        return 0.0, 0.0
+    last = sample[-1]
+    read = sum(source.sizes[first.file : last.file]) + last.progress - first.progress
+    encode = manifest.encoder(out)
     found = encode(sample)
-    if suffix_of(source.names[first]) in LINES:  # a line may be much longer than its part
-        read = max(read, found.text_bytes)
     if found.spelled:
-        name = source.names[next((part.file for part in sample if encode([part]).spelled), first)]
+        name = next(block.name for block in sample if encode([block]).spelled)
+        token = manifest.document_token
         code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
         how = f'line of JSON: python -c "{code}" < TEXT > documents.jsonl'
         how = how if suffix_of(name) in (".txt", ".md", ".py") else "row of its own"
         text = f"{name}: contains {token}, which is encoded as text"
         say(f"{text}. If it separates documents, write each as a {how}")
-    reasons = {reason for rows in found.skipped for _, reason in rows if "not a string" in reason}
-    if reasons and not found.documents and not manifest.shards:
+    reasons = {reason for _, reason in found.skipped if "not a string" in reason}
+    if reasons and not found.documents and first == Place():
         raise UserError(
-            f"{source.names[first]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
+            f"{source.names[0]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
             "set --text_field to the field with the text"
         )
-    return len(found.ids) / read * total, found.text_bytes / read * total
+    return len(found.ids) / read * total, sum(found.sizes) / read * total
 
 
-def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float, text_bytes: float) -> None:
-    """Print how many tokens and how much disk to expect; check the disk, and the share of val in the text."""
-    first, total = manifest.next["file"], sum(source.sizes)
-    if 0 < text_bytes < 10 * manifest.val_bytes and not manifest.shards:
-        raise UserError(
-            f"{source.name}: about {bytes_text(text_bytes)} of text in {bytes_text(total)} of files, too little for a "
-            f"val of the usual size; choose its size, such as --val_tokens {int(tokens / 40)}"
-        )
-    shards = {out: int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize}
-    downloads = source.needs(first, manifest.shard_size * total / max(tokens, 1))
-    what = f"{bytes_text(shards[out])} of shards in {out}"
-    what += "".join(f", up to {bytes_text(size)} of downloads in {place}" for place, size in downloads.items() if size)
+def check_tokenizer_on(sample: list[Block], manifest: Manifest, out: Path) -> None:
+    """Check that a tokenizer of a file gives the ids of the library on texts of the source."""
+    record = TokenizerRecord.of(vars(manifest))
+    if not record.is_file:
+        return
+    texts = list[str]()
+    num_bytes = 0
+    for block in sample:
+        for document in read_documents(block, manifest.text_field):
+            if isinstance(document.text, str) and num_bytes < SAMPLE_BYTES:
+                for piece, size in cut_document(repair(document.text)):
+                    texts.append(piece)
+                    num_bytes += size
+    check_against_library(load_tokenizer(record, out), texts, record.tokenizer)
+
+
+def choose_val_share(manifest: Manifest, most: float, tokens: float, size: float) -> float:
+    """Return the share of val in the text.
+
+    Args:
+        most: bytes of text, or token ids, in val.
+        tokens: of the source, estimated; 0 if that is not known.
+        size: bytes of text, or token ids, of the source; likewise.
+    """
+    if manifest.val_tokens == 0:
+        return 0.0
+    if manifest.val_tokens is None:
+        return min(VAL_SHARE, most / size) if size else VAL_SHARE
+    # A little more, because the estimate may be too high; val is full once it has val_tokens.
+    return min(1.0, 1.1 * manifest.val_tokens / tokens) if tokens else LARGE_SHARE
+
+
+def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float) -> None:
+    """Print how many tokens and how much disk to expect; check the disk."""
+    missing = max(0, tokens - manifest.tokens) + min(tokens, manifest.shard_size)  # one shard is in its .part too
+    needed = int(missing) * np.dtype(manifest.dtype).itemsize
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
-        f"source: {source.name}{at}, {counted(len(source.names), 'file')}, {bytes_text(total)}, about "
-        f"{float(f'{tokens:.3g}'):,.0f} tokens\ndisk: about {what}",
+        f"source: {source.name}{at}, {counted(len(source.names), 'file')}, {bytes_text(sum(source.sizes))}, about "
+        f"{float(f'{tokens:.3g}'):,.0f} tokens\ndisk: about {bytes_text(needed)} of shards in {out}",
         file=sys.stderr,
     )
-    or_stream = "use --streaming, which needs no disk for downloads, " if downloads else ""
-    for disk, (free, needed) in disks(shards, downloads).items():
-        if needed > free:
-            raise UserError(
-                f"{disk}: {bytes_text(free)} free, {bytes_text(needed)} needed ({what}); free some space, "
-                f"{or_stream}or give another --out"
-            )
+    disk = existing(out)
+    free = shutil.disk_usage(disk).free
+    if needed > free:
+        raise UserError(
+            f"{disk}: {bytes_text(free)} free, {bytes_text(needed)} needed for the shards; free some space, or give "
+            "another --out"
+        )
 
 
 def show_progress(
-    encoded: Iterable[tuple[list[Part], Encoded]], bar: ProgressBar, source: Source
-) -> Iterator[tuple[list[Part], Encoded]]:
+    encoded: Iterable[tuple[list[Block], Encoded]], bar: ProgressBar, source: Source
+) -> Iterator[tuple[list[Block], Encoded]]:
     """Pass units on, and show how much of the source is done."""
     num_tokens, amount_before = 0, [*accumulate(source.sizes, initial=0)]
     for unit, found in encoded:
@@ -536,63 +659,67 @@ def show_progress(
         num_tokens += len(found.ids)
         rate = bar.format_sizeof(num_tokens / (bar.format_dict["elapsed"] or 1))  # 0 with TQDM_DISABLE
         bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
-        bar.update(amount_before[unit[-1].file] + unit[-1].end - bar.n)
+        bar.update(amount_before[unit[-1].file] + unit[-1].progress - bar.n)
     source.check_whole()
 
 
-def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> None:
-    """Write the shards that `manifest` lacks."""
-    first, total = manifest.next["file"], sum(source.sizes)
-    before = sum(source.sizes[:first])
+def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions, is_begun: bool) -> Manifest:
+    """Write the shards that `manifest` lacks, and return the complete manifest."""
+    total = sum(source.sizes)
+    before = sum(source.sizes[: manifest.next.file]) + manifest.next.progress
     with ExitStack() as stack:
         stack.enter_context(lock_folder(out, IN_USE))
-        check_not_overtaken(options, out, manifest.shards)
-        for folder in (out / DOWNLOADS).glob("*"):
-            if folder != source.folder:  # left by a preparation without a shard, which this one replaces
-                shutil.rmtree(folder)
+        check_not_overtaken(options, out, manifest if is_begun else None)
         manifest.save(out)  # before any shard, because shards without a manifest are refused
-        stack.enter_context(closing(source))
-        source.release(first)
-        if source.needs(first, 0):
-            bar = stack.enter_context(ProgressBar(desc="downloading", total=total, initial=before, unit="B"))
-            source.progress = bar.show_from(0)
         desc = "reading ids" if source.holds_ids else "tokenizing"
         bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.progress_unit)
-        units = source.units(manifest.text_field, manifest.vocab_size, first, manifest.next["part"])
+        units = source.units(manifest.text_field, manifest.vocab_size, manifest.next)
         # Ids are checked as fast as a worker would receive them.
         workers = options.num_workers or (1 if source.holds_ids else usable_cores())
-        encoded = stack.enter_context(closing(map_in_order(manifest.encoder(out), units, workers)))
-        write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest, source.release)
+        encode = manifest.encoder(out)
+        encoded = stack.enter_context(closing(map_in_order(encode, units, workers)))
+        return write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest)
 
 
 def prepare(options: PrepareOptions, out: Path) -> Manifest:
     """Begin or continue a preparation, and return its manifest when it is complete."""
     name = FINEWEB_EDU if options.source == "fineweb-edu" else options.source
-    manifest = Manifest.load(out, options)
-    if not (manifest and manifest.complete and name.startswith("hf:")):  # the Hub is not asked without need
-        folder = None if options.keep_download else out / DOWNLOADS
-        commit = manifest.commit if manifest else ""
-        source = find_source(name, commit, options.streaming, folder, options.max_files)
-        for folder, path in {path.parent: path for path in source.paths if not source.remote}.items():
+    begun = Manifest.load(out, options)
+    if not (begun and begun.complete and name.startswith("hf:")):  # the Hub is not asked without need
+        if options.keep_download and "://" in name:
+            raise UserError(
+                "--keep_download is for data sets of the Hub; copy the files and name their folder as --source"
+            )
+        source = find_source(name, begun.commit if begun else "", options.max_files)
+        for folder, path in {path.parent: path for path in source.paths}.items():
             if folder.resolve().is_relative_to(out.resolve()):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
         files = fingerprint(source.identities)
-        if manifest and manifest.files != files:
+        if begun and begun.files != files:
             raise UserError(
-                f"{out}: prepared with {manifest.files} of {source.name}, but now found {files}; "
+                f"{out}: prepared with {begun.files} of {source.name}, but now found {files}; "
                 f"restore the files, use a different --out, or empty {out}"
             )
-        if not (manifest and manifest.complete):
+        if not (begun and begun.complete):
             source.check(options.text_field)
-            manifest = manifest or Manifest.begin(options, source, out)
-            if found := expected(source, manifest, out):
-                if manifest.val_tokens is None and source.holds_ids:
-                    manifest.val_tokens = min(manifest.shard_size, math.ceil(found[0] / 40))
-                print_forecast(source, manifest, out, *found)
-            write_missing(source, manifest, out, options)
-            return manifest
+            manifest = begun or Manifest.begin(options, source, out)
+            tokens, size = estimate(source, manifest, out)
+            if not begun:
+                most = manifest.shard_size if source.holds_ids else VAL_BYTES
+                manifest.val_share = choose_val_share(manifest, most, tokens, size)
+                val_size = manifest.val_share * size
+                if val_size:
+                    manifest.piece_bytes = min(PIECE_BYTES, max(1, int(val_size / VAL_PIECES)))
+            if tokens:
+                print_forecast(source, manifest, out, tokens)
+            if options.keep_download and source.repo:
+                say(f"{source.name}: downloading the files that are not in the Hub's cache, {source.repo.cache}")
+                for file in source.remote:
+                    hub.fetch(source.repo, file.path)
+            return write_missing(source, manifest, out, options, begun is not None)
+    assert begun, "the folder has a manifest"
     print(f"{out}: already complete")
-    return manifest
+    return begun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -600,7 +727,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(options.out)
     try:
         manifest = prepare(options, out)
-        shutil.rmtree(out / DOWNLOADS, ignore_errors=True)  # those of a start that was killed after its last shard too
     except OSError as error:  # a full disk and the like
         where = Path(error.filename or out)
         raise UserError(

@@ -14,13 +14,14 @@ import pytest
 
 import prepare_dataset
 from steadygpt.base.options import UserError
+from steadygpt.data import documents, sources
 from steadygpt.data.shards import read_manifest
 
 END = 256  # <|endoftext|> of the byte tokenizer
 DEFAULTS = ("--tokenizer", "bytes", "--num_workers", "1")  # one worker is this process
 
 
-def prepare(source: str, out="out", flags="--val_tokens 1") -> dict:
+def prepare(source: str, out="out", flags="--val_tokens 0") -> dict:
     """Run the command and return the manifest; of an option that is given twice, the last one counts."""
     assert prepare_dataset.main(["--source", source, "--out", out, *DEFAULTS, *shlex.split(flags)]) == 0
     return read_manifest(Path(out))
@@ -53,6 +54,14 @@ def prepare_interrupted(source: str, out: str, flags: str) -> int:
                 return len(seen)
 
 
+@pytest.fixture
+def small_units(monkeypatch) -> None:
+    """Read files in units of about 2 kB."""
+    for module in (documents, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(documents, "CUT_WINDOW", 20)
+
+
 def refused(flags: str, match: str) -> None:
     """Check that a command ends with one line."""
     with pytest.raises(UserError, match=match) as raised:
@@ -61,8 +70,8 @@ def refused(flags: str, match: str) -> None:
 
 
 def ids_of(out="out", split="*") -> list[int]:
-    """Return all tokens of a folder's shards, val before train."""
-    paths = sorted(Path(out).glob(f"*_{split}_*.npy"), key=lambda path: path.stem[-6:])
+    """Return all tokens of a folder's shards, train before val."""
+    paths = sorted(Path(out).glob(f"*_{split}_*.npy"))
     return [int(token) for path in paths for token in np.load(path)]
 
 

@@ -161,7 +161,10 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.hub.gated and "Authorization" not in self.headers:
             return self.answer(401, b"", {"X-Error-Code": "GatedRepo"})
         data = files[path]
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if lfs(path, data):
+            headers["X-Linked-Etag"] = etag
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not wanted:
             return self.answer(200, data, headers)

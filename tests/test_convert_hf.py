@@ -95,9 +95,10 @@ def test_weights_of_a_compiled_model_and_in_half_precision_are_read(tmp_path):
     assert_same_weights(read_weights(str(tmp_path)), expected)
 
 
-def test_without_safetensors_the_error_names_the_packages(tmp_path, monkeypatch):
+@pytest.mark.parametrize("missing", ["safetensors", "tokenizers"])
+def test_the_error_names_the_packages_that_are_missing(missing, tmp_path, monkeypatch):
     write_folder(checkpoint_of(SMALL), tmp_path / "a")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     for use in (lambda: read_weights(str(tmp_path / "a")), lambda: write_folder(checkpoint_of(SMALL), tmp_path / "b")):
         with pytest.raises(UserError, match="needs safetensors and tokenizers; pip install"):
             use()

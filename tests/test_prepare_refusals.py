@@ -91,8 +91,8 @@ OF_THE_HUB = [
 ]
 LATER = [
     ("--source empty.txt", "empty.txt: found nothing .*; expected text"),
-    (f"{DOCS} --val_tokens 1000000", "leaves none for train; give a smaller --val_tokens, or 0, because rows"),
-    (f"{DOCS} --tokenizer hf:some/model", "some/model: has no file tokenizer.json"),
+    (f"{DOCS} --val_tokens 1000000", "--val_tokens 1000000 leaves none for train. Give a smaller"),
+    (f"{DOCS} --tokenizer hf:some/model", "some/model/tokenizer.json: no such file on the Hugging Face Hub"),
     (f"{DOCS} --tokenizer hf:some/none", "some/none: not found on the Hugging Face Hub"),
     (f"{DOCS} --tokenizer hf:some/gated", "gated; accept its conditions"),
     (f"{DOCS} --tokenizer hf:some/model@", "'some/model@' is incomplete; expected NAME"),
@@ -114,10 +114,10 @@ LATER = [
 ]
 
 
-STREAMED = [(f"{flags} --streaming", message) for flags, message in OF_THE_HUB]
+KEPT = [(f"{flags} --keep_download", message) for flags, message in OF_THE_HUB]
 
 
-@pytest.mark.parametrize(("flags", "message"), [*AT_ONCE, *OF_THE_HUB, *STREAMED])
+@pytest.mark.parametrize(("flags", "message"), [*AT_ONCE, *OF_THE_HUB, *KEPT])
 def test_a_mistake_is_one_line_before_anything_large_is_read_or_written(flags, message, inputs):
     refused(flags, message)
     assert not Path("out").exists()

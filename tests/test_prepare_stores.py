@@ -20,16 +20,17 @@ from test_hub import retries
 
 import prepare_dataset
 from steadygpt.base import retry
-from steadygpt.data import remote, sources, stores
+from steadygpt.data import documents, remote, sources, stores
+from steadygpt.data.hub import fetch, find_repo
 
 TEXTS = ALL_TEXTS[:1200]
 HUB_FILES = corpus(TEXTS)
-OF_HUB = "--val_tokens 30000 --shard_size 80000 --name texts"
-FINE = "--val_tokens 30000 --shard_size 30000"
+OF_HUB = "--val_tokens 0 --shard_size 80000 --name texts"
+FINE = "--val_tokens 0 --shard_size 30000"
 CORPUS_PART = "hf:some/corpus:part"
 IDS = np.random.default_rng(0).integers(0, 257, 48_000)
 STORE_FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 3))}
-OF_STORE = "--val_tokens 3000 --shard_size 24000 --name ids"
+OF_STORE = "--val_tokens 0 --shard_size 24000 --name ids"
 
 
 class Network(NamedTuple):
@@ -51,12 +52,20 @@ def hub(standin, tmp_path, monkeypatch) -> Server:
     """The Hub with a data set, and an empty working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 50_000)
+    small_blocks(monkeypatch)
     standin.put(CORPUS, HUB_FILES)
     return standin
 
 
+def small_blocks(monkeypatch) -> None:
+    """Let a file have several units."""
+    for module in (documents, sources):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)
+
+
 def fill(store: Server, monkeypatch) -> Server:
     """Put token ids into a bucket; requests become small, and pauses short."""
+    small_blocks(monkeypatch)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 100_000)
     monkeypatch.setattr(retry, "sleep", lambda _: None)
     monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=no_pause))
@@ -102,15 +111,13 @@ def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("network", "mode"), [
-    ("hub", ""), ("hub", "--streaming"), ("s3", "--streaming"), ("gcs", ""),
-    pytest.param("s3", "", marks=pytest.mark.storm), pytest.param("gcs", "--streaming", marks=pytest.mark.storm),
-], indirect=["network"])  # fmt: skip
-def test_a_network_gives_the_shards_of_local_files_also_after_an_interruption(network, mode, local_shards):
-    prepare_stopped(network.source, "out", f"{network.flags} {mode}", before=2)  # within a file
-    prepare(network.source, "out", f"{network.flags} {mode}")
+@pytest.mark.parametrize("network", ["hub", "s3", "gcs"], indirect=True)
+def test_a_network_gives_the_shards_of_local_files_also_after_an_interruption(network, local_shards):
+    prepare_stopped(network.source, "out", network.flags, before=1)  # within a file
+    prepare(network.source, "out", network.flags)
     assert shards_of("out") == local_shards[network.flags]
-    assert not Path("out/.download").exists()
+    written = {path.name for path in Path("out").rglob("*")} - {*shards_of("out"), "manifest.json", ".lock"}
+    assert not written | {path.name for path in Path().rglob("*.parquet")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,84 +129,96 @@ def go_offline(monkeypatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 
 
-def test_downloads_streams_and_a_full_cache_give_the_same_shards(hub, monkeypatch):
-    seen = []
-    release = sources.Source.release
-
-    def looking(source, before):
-        seen.append(sum(path.lstat().st_size for path in Path("out/.download").rglob("*") if path.is_file()))
-        release(source, before)
-
-    monkeypatch.setattr(sources.Source, "release", looking)
-    options = "--shard_size 30000"
+def test_files_of_the_network_and_of_the_cache_give_the_same_shards(hub, monkeypatch):
+    options = "--val_tokens 0 --shard_size 30000"
     manifest = prepare(CORPUS_PART, "out", options)
     assert ids_of("out") == ids_expected(TEXTS)
     assert manifest["commit"] == hub.heads[CORPUS]
-    assert not Path("out/.download").exists()
-    assert 0 < max(seen) < 3.2 * len(HUB_FILES["part/0.parquet"])  # one behind, one being read, one ahead
+    prepare(CORPUS_PART, "kept", f"{options} --keep_download")
+    assert files_of("kept") == files_of("out")
     assert not hub.sent("GET .*other/0.parquet")
-    for out, more in (("streamed", "--streaming"), ("kept", "--keep_download")):
-        prepare(CORPUS_PART, out, f"{options} {more}")
-        assert files_of(out) == files_of("out")
+    hub.log.clear()
+    prepare(CORPUS_PART, "cached", options)  # a downloaded file is never requested
+    assert files_of("cached") == files_of("out")
+    assert not hub.sent("GET .*parquet")
     hub.log.clear()
     go_offline(monkeypatch)
     prepare(CORPUS_PART, "offline", options)
     assert files_of("offline") == files_of("out")
     assert not hub.log
-    prepare(CORPUS_PART, "again", options)  # what the user has kept is never removed
 
 
-def test_a_stream_goes_on_inside_the_file(hub, monkeypatch):
+def test_files_of_the_cache_are_read_without_a_network_and_without_a_variable(hub, monkeypatch, capsys):
+    prepare(CORPUS_PART, "out", "--keep_download")
+    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
+    monkeypatch.setattr("steadygpt.data.hub.HUB.answered", False)
+    hub.fail("", times=-1, drop_after=0)
+    prepare(CORPUS_PART, "again", "")
+    assert files_of("again") == files_of("out")
+    assert f"no answer; using commit {hub.heads[CORPUS][:7]}, which is in the cache" in capsys.readouterr().err
+
+
+def test_a_file_costs_a_request_for_each_read_ahead_and_few_more(hub, monkeypatch):
+    monkeypatch.setattr(remote, "READ_AHEAD", 100_000)
+    file = parquet(ALL_TEXTS)
+    hub.put("datasets/some/large", {"data/train.parquet": file})
+    prepare("hf:some/large", "out", FINE)
+    requests = [line for line, _ in hub.log if "train.parquet" in line]
+    assert len(file) / 100_000 < len(requests) < len(file) / 100_000 + 5  # for the sample, and twice for the footer
+
+
+def test_an_interrupted_preparation_continues_inside_the_file(hub, monkeypatch):
     monkeypatch.setattr(remote, "READ_AHEAD", 1000)
     hub.put(CORPUS, corpus())
-    flags = "--val_tokens 90000 --shard_size 90000 --streaming"
-    prepare(CORPUS_PART, "whole", flags)
+    flags = "--val_tokens 0 --shard_size 90000"
+    shards = prepare(CORPUS_PART, "whole", flags)["shards"]
     of_whole = hub.sent("GET .*parquet")
-    prepare_stopped(CORPUS_PART, "out", flags, before=13)  # within the last file
+    prepare_stopped(CORPUS_PART, "out", flags, before=len(shards) - 2)  # within the last file
     hub.log.clear()
     prepare(CORPUS_PART, "out", flags)
     assert files_of("out") == files_of("whole")
     assert hub.sent("GET .*parquet") < 0.25 * of_whole
 
 
-@pytest.mark.parametrize("mode", ["", pytest.param("--streaming", marks=pytest.mark.storm)])
-def test_the_commit_moves_under_an_interrupted_preparation(mode, hub, local_shards, capsys):
-    prepare_stopped(CORPUS_PART, "out", f"{OF_HUB} {mode}", before=2)
+def test_the_commit_moves_under_an_interrupted_preparation(hub, local_shards, capsys):
+    prepare_stopped(CORPUS_PART, "out", OF_HUB, before=2)
     old, new = hub.heads[CORPUS], hub.put(CORPUS, corpus([text.upper() for text in TEXTS]))
-    prepare(CORPUS_PART, "out", f"{OF_HUB} {mode}")
+    prepare(CORPUS_PART, "out", OF_HUB)
     assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in capsys.readouterr().err
     assert shards_of("out") == local_shards[OF_HUB]
-    assert prepare(CORPUS_PART, "new", f"{OF_HUB} {mode}")["commit"] == new
+    assert prepare(CORPUS_PART, "new", OF_HUB)["commit"] == new
     assert shards_of("new") != local_shards[OF_HUB]
 
 
-def test_a_download_of_one_large_row_group_goes_on_as_a_stream(hub):
-    """The batches of a stream are smaller: what is skipped at the start spans several of them."""
+def test_a_preparation_of_one_large_row_group_continues_with_files_of_the_cache(hub):
+    """A large row group is read in several batches: what is skipped at the start spans some of them."""
     hub.put("datasets/some/large", {"data/train.parquet": parquet(TEXTS, row_group_size=1200)})
     prepare("hf:some/large", "whole", FINE)
     prepare_stopped("hf:some/large", "out", FINE, before=7)
-    shutil.rmtree("out/.download")
-    prepare("hf:some/large", "out", f"{FINE} --streaming")
+    prepare("hf:some/large", "out", f"{FINE} --keep_download")
     assert files_of("out") == files_of("whole")
 
 
-@pytest.mark.parametrize("more", ["", "--streaming", "--keep_download"])
-def test_too_small_a_disk_is_told_before_anything_is_written(more, hub, monkeypatch):
-    sizes = sum(len(data) for path, data in HUB_FILES.items() if path.startswith("part/"))
-    needed = 2 * len(ids_expected(TEXTS)) + (0 if more == "--streaming" else sizes)
+def test_too_small_a_disk_is_told_before_anything_is_written(hub, monkeypatch):
+    needed = 2 * len(ids_expected(TEXTS))
     free = [0.8 * needed]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": int(free[0])}))
-    refused(f"--source {CORPUS_PART} {more}", "free, .* needed")
+    refused(
+        f"--source {CORPUS_PART} --keep_download", "free, .* needed for the shards; free some space, or give another"
+    )
     assert not Path("out").exists()
+    assert not hub.sent("GET .*[1-5].parquet")
     free[0] = 1.2 * needed
-    prepare(CORPUS_PART, "out", f"{FINE} {more}")
+    prepare(CORPUS_PART, "out", FINE)
 
 
 def test_a_cache_without_all_files_cannot_finish_a_preparation(hub, monkeypatch, capsys):
-    monkeypatch.setattr(sources, "AHEAD", 0)
-    prepare_stopped(CORPUS_PART, "out", f"{FINE} --keep_download", before=1)
+    prepare_stopped(CORPUS_PART, "out", FINE, before=1)
+    repo = find_repo("dataset", "some/corpus")
+    for name in ("README.md", "part/0.parquet", "part/1.parquet"):
+        fetch(repo, name)
     go_offline(monkeypatch)
-    refused(f"--source {CORPUS_PART} {FINE}", r"out: prepared with 6 files, .* but now found [1-5] files")
+    refused(f"--source {CORPUS_PART} {FINE}", r"out: prepared with 6 files, .* but now found 2 files")
     assert "in the cache are known" in capsys.readouterr().err
 
 
@@ -207,9 +226,9 @@ def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(hu
     card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
     files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
     hub.put("datasets/HuggingFaceFW/fineweb-edu", files)
-    prepare_stopped(CORPUS_PART, "data/edu_fineweb10B", FINE, before=0)
-    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "9", "--num_workers", "1"]) == 0
-    assert Path("data/edu_fineweb10B/edufineweb_val_000000.npy").exists()
+    prepare_stopped(CORPUS_PART, "data/edu_fineweb10B", FINE, at="print_forecast")
+    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "0", "--num_workers", "1"]) == 0
+    assert Path("data/edu_fineweb10B/edufineweb_train_000000.npy").exists()
     assert ids_of("data/edu_fineweb10B") == ids_expected(TEXTS)
 
 
@@ -229,29 +248,26 @@ FAULTS = {
 }
 
 
-FAST = {("s3", "", "unavailable"), ("s3", "", "stall"), ("gcs", "", "reset inside"), ("hub", "", "reset")}
-FAST |= {("hub", "", "stall"), ("hub", "--streaming", "slow down")}  # the others are in the fault storm
-MODES = [("s3", ""), ("gcs", ""), ("hub", ""), ("hub", "--streaming")]
-ALL = [(*mode, fault) for mode in MODES for fault in FAULTS] + [
-    (n, "--streaming", "unavailable") for n in ("gcs", "s3")
-]
+FAST = {("s3", "unavailable"), ("s3", "stall"), ("gcs", "reset inside"), ("hub", "reset"), ("hub", "stall")}
+FAST |= {("hub", "slow down")}  # the others are in the fault storm
+ALL = [(name, fault) for name in ("s3", "gcs", "hub") for fault in FAULTS]
 
 
-@pytest.mark.parametrize(("network", "mode", "fault"), [
+@pytest.mark.parametrize(("network", "fault"), [
     pytest.param(*row, marks=() if row in FAST else pytest.mark.storm) for row in ALL
 ], indirect=["network"])  # fmt: skip
-def test_passing_faults_of_a_network_cost_a_line_each(network, mode, fault, local_shards, capsys, monkeypatch):
+def test_passing_faults_of_a_network_cost_a_line_each(network, fault, local_shards, capsys, monkeypatch):
     how, line = FAULTS[fault]
     if fault == "stall":
         monkeypatch.setattr(retry, "SILENCE_S", 0.5)
     network.server.fail(network.request, **how)
-    prepare(network.source, "out", f"{network.flags} {mode}")
+    prepare(network.source, "out", network.flags)
     told = [text for text in retries(capsys) if re.match(f"{network.place}: .*({line})", text)]
     assert 0 < len(told) <= how["times"]
     assert shards_of("out") == local_shards[network.flags]
 
 
-@pytest.mark.parametrize("mode", ["", "--streaming"])
+@pytest.mark.parametrize("mode", ["", "--keep_download"])
 def test_a_hub_that_is_gone_is_waited_for_or_told(mode, hub, local_shards, capsys, monkeypatch):
     monkeypatch.setattr(retry, "PATIENCE_S", 0.0)
     hub.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
@@ -291,9 +307,8 @@ def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
         return found
 
     monkeypatch.setattr(stores.Store, "files", list_then_change)
-    mode = "--streaming" * (bucket.scheme == "s3")  # both request blocks in the same way
     changed = "part2.npz: changed in the store while it was read; run this again"
-    refused(f"--source '{bucket.url}/*.npz' {OF_STORE} {mode}", changed)
+    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", changed)
 
 
 LOG_IN = {"s3": "set AWS_ACCESS_KEY_ID", "gs": "run `gcloud auth application-default login`"}
@@ -319,7 +334,6 @@ def test_mistakes_and_a_store_that_refuses_or_never_answers_are_reported_in_one_
         bucket.faults.clear()
         bucket.fail(match, times=-1, **how)
         refused(f"--source '{url}/*.npz' --out refused", f"^{url}{message.format(log_in=LOG_IN[bucket.scheme])}")
-        # A download of an earlier test may still be tried.
         assert not [line for line in retries(capsys) if url in line]
     assert not Path("out").exists()
 
@@ -340,12 +354,12 @@ def test_a_missing_package_is_named(url, package, monkeypatch):
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
-def test_sigterm_ends_a_download_and_the_same_command_continues(bucket, local_shards):
+def test_sigterm_ends_a_preparation_and_the_same_command_continues(bucket, local_shards):
     flags = f"--source {bucket.url}/*.npz --tokenizer bytes --num_workers 1 --out out {OF_STORE}".split()
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]
     bucket.fail("GET .*npz.* bytes", times=-1, bytes_per_s=400_000)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not list(Path("out").rglob("*.npz*")) and process.poll() is None:
+    while not Path("out/manifest.json").exists() and process.poll() is None:
         time.sleep(0.01)
     process.terminate()
     errors = process.communicate(timeout=20)[1]

@@ -4,21 +4,30 @@ import json
 import random
 import shutil
 import signal
+import sys
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from conftest import load, metrics, reference_model, run_here
-from prepared import files_of, ids_of, prepare, prepare_stopped, refused, write_rows
+from prepared import (
+    files_of,
+    ids_of,
+    prepare,
+    prepare_stopped,
+    refused,
+    small_units,  # noqa: F401
+    write_rows,
+)
 from standin import CARD, CORPUS, parquet
-from test_tokenizer_json import LLAMA3, byte_tokenizer, pattern_tokenizer
+from test_tokenizer_json import LLAMA3, added_token, byte_tokenizer, pattern_tokenizer
 
 import convert_hf
 import generate
 import prepare_dataset
 from steadygpt.base.options import UserError
-from steadygpt.data import documents, remote, train_tokenizer
+from steadygpt.data import documents, hub, remote, tokenizer_check, train_tokenizer
 from steadygpt.data.sources import find_source
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
 from steadygpt.data.train_tokenizer import choose_texts
@@ -47,7 +56,7 @@ def chosen_texts(source, limit: int) -> list[str]:
 
 
 def test_a_trained_tokenizer_encodes_the_source_in_fewer_tokens(folder):
-    manifest = prepare("docs.jsonl", flags="--tokenizer bpe:290 --tokenizer_bytes 20000")
+    manifest = prepare("docs.jsonl", flags="--tokenizer bpe:290 --tokenizer_bytes 20000 --val_tokens 0")
     tokenizer = load_tokenizer(TokenizerRecord.of(manifest), folder / "out")
     assert (manifest["vocab_size"], manifest["tokenizer"], manifest["dtype"]) == (290, "bpe:290", "uint16")
     assert manifest["tokenizer_sha256"] == tokenizer.sha256
@@ -60,7 +69,8 @@ def test_a_trained_tokenizer_encodes_the_source_in_fewer_tokens(folder):
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_documents_are_chosen_evenly_up_to_the_limit(kind, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(documents, "CUT_WINDOW", 20)
     Path("in").mkdir()
     for part in range(3):
         texts = [f"{part}{n:03d} words" for n in range(200)]
@@ -77,15 +87,14 @@ def test_of_files_on_the_hub_the_beginning_of_each_is_read_wherever_they_are(sta
     monkeypatch.setattr(remote, "READ_AHEAD", 20_000)
     files = {f"part/{n}.parquet": parquet([f"{n}: {t}" for t in TEXTS * 20], row_group_size=50) for n in range(3)}
     standin.put(CORPUS, {"README.md": CARD.encode()} | files)
-    texts = chosen_texts(find_source("hf:some/corpus:part", folder=folder / "none"), 30000)
+    texts = chosen_texts(find_source("hf:some/corpus:part"), 30000)
     assert [sum(text.startswith(f"{n}:") for text in texts) > 30 for n in range(3)] == [True] * 3
     assert sum(len(text.encode()) for text in texts) == 30000
     assert standin.sent("GET .*parquet") < 0.5 * sum(map(len, files.values()))
-    streamed = find_source("hf:some/corpus:part", streaming=True, folder=folder / "none")
-    downloaded = find_source("hf:some/corpus:part")
-    for file, path in zip(downloaded.remote, downloaded.paths, strict=True):
-        file.download(path)
-    assert texts == chosen_texts(streamed, 30000) == chosen_texts(downloaded, 30000)
+    source = find_source("hf:some/corpus:part")
+    for file in source.remote:
+        hub.fetch(source.repo, file.path)
+    assert texts == chosen_texts(source, 30000)
 
 
 def test_ctrl_c_ends_the_training_at_once(monkeypatch):
@@ -118,7 +127,7 @@ def test_a_file_from_the_hub_and_from_a_path_give_the_same_shards(standin):
     assert path["tokenizer_sha256"] == hub["tokenizer_sha256"]
 
 
-def test_a_preparation_continues_with_the_file_it_has_begun_with():
+def test_a_preparation_continues_with_the_file_it_has_begun_with(small_units):  # noqa: F811
     ours, different = (byte_tokenizer({END_OF_TEXT: number}) for number in (256, 300))
     own, kept = Path("own.json"), Path("out/tokenizer.json")
     own.write_text(ours)
@@ -136,6 +145,29 @@ def test_a_preparation_continues_with_the_file_it_has_begun_with():
     own.unlink()  # the folder has a copy
     prepare("docs.jsonl", "out", f"--shard_size 9000 {OWN}")
     assert files_of("out") == files_of("whole")
+
+
+def test_a_file_that_gives_other_ids_than_the_library_on_the_source_is_refused(monkeypatch):
+    content = json.loads(PATTERN)
+    content["added_tokens"].append(added_token("<x>", 702, lstrip=True))  # the library gives no id to a space before
+    Path("own.json").write_text(json.dumps(content))
+    write_rows("docs.jsonl", ["nothing special", "one <x> here", "another"])
+    monkeypatch.setattr(tokenizer_check, "_hard_texts", lambda _: [])
+    message = r"own.json: other ids than in the library tokenizers for '[^']*<x>.*': found .*702.*, but .*702"
+    refused(f"--source docs.jsonl --val_tokens 0 {OWN}", message)
+    assert not [*Path("out").glob("*.npy")]
+    write_rows("docs.jsonl", ["nothing special", "another"])
+    assert prepare("docs.jsonl", flags=f"--val_tokens 0 {OWN}")["complete"]
+
+
+def test_a_file_needs_the_library_only_to_prepare(folder, monkeypatch):
+    Path("own.json").write_text(PATTERN)
+    manifest = prepare("docs.jsonl", "data", OWN)
+    load_tokenizer.cache_clear()
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    refused(f"--source docs.jsonl {OWN}", "own.json: to check it, tokenizers is needed; pip install tokenizers")
+    assert load_tokenizer(TokenizerRecord.of(manifest), folder / "data").sha256 == manifest["tokenizer_sha256"]
+    assert run_here(*SHORT) == 0
 
 
 def test_a_document_token_that_is_not_end_of_text_can_be_named():

@@ -1,8 +1,10 @@
-"""Tests of the validation split of prepare_dataset.py: the same text for every tokenizer, from every kind of source."""
+"""The validation split of prepare_dataset.py: spread over a source of any kind, the same text for every tokenizer."""
 
 import gzip
 import json
 import os
+import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 import tiktoken
 from prepared import ids_of, npy, npz, prepare, refused
 from standin import parquet
-from test_prepare_resume import LONG, TEXTS
+from test_prepare_resume import TEXTS
 
 import prepare_dataset
+from steadygpt.base.options import UserError
 from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, get_tokenizer
 
 # Its tokens cross the ends of lines and words.
@@ -42,122 +45,151 @@ def tokenizer_of(name: str) -> Tokenizer:
     return CROSSING if name == "crossing" else get_tokenizer(name)
 
 
-def texts_of(tokenizer: str, split: str) -> list[str]:
-    """Return the documents of a split in the folder of a tokenizer; of one that is cut, the part in the split."""
-    encoding, begin_id = tokenizer_of(tokenizer).encoding, tokenizer_of(tokenizer).document_id
-    ids = ids_of(tokenizer, split)
-    begins = [at for at, token in enumerate(ids) if token == begin_id or at == 0]
-    parts = [ids[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
-    return [encoding.decode_bytes([token for token in part if token != begin_id]).decode() for part in parts]
+def text_of(tokenizer: str, split: str) -> str:
+    """Return the text of a split in the folder of a tokenizer."""
+    found = tokenizer_of(tokenizer)
+    ids = [token for token in ids_of(tokenizer, split) if token != found.document_id]
+    return found.encoding.decode_bytes(ids).decode()
 
 
-def val_of(source: str, texts: list[str], flags: str = "", tokenizers=("bytes", "crossing")) -> list[str]:
-    """Prepare with each tokenizer; check that val and train hold the texts, and val the same ones; return those."""
+def share_of_val(source: str, flags: str = "") -> float:
+    """Prepare with two tokenizers, check that val has the same text and train the rest, and return val's share."""
     vals = []
-    for tokenizer in tokenizers:
+    shares = []
+    for tokenizer in ("bytes", "crossing"):
         manifest = prepare(source, tokenizer, f"--tokenizer {tokenizer} {flags}")
-        assert [shard["split"] for shard in manifest["shards"]].count("val") == 1
-        vals.append(texts_of(tokenizer, "val"))
-        assert [*vals[-1], *texts_of(tokenizer, "train")] == texts
-    assert vals.count(vals[0]) == len(vals)
-    return vals[0]
+        vals.append(text_of(tokenizer, "val"))
+        shares.append(len(ids_of(tokenizer, "val")) / manifest["tokens"])
+        assert ids_of(tokenizer, "train") and vals[-1]
+    assert vals[0] == vals[1]
+    prepare(source, "whole", "--val_tokens 0")
+    assert Counter(ids_of("bytes")) == Counter(ids_of("whole"))
+    return shares[0]
 
 
-def assert_size(val: list[str], val_bytes: float, unit: float) -> None:
-    """Check that val has val_bytes of whole documents, and at most a unit more."""
-    without_last = sum(len(text.encode()) for text in val[:-1])
-    assert without_last - unit < val_bytes <= without_last + len(val[-1].encode())
+def write_rows_as(kind: str, rows: dict[str, list[str]]) -> str:
+    """Write columns of text as a source of a kind, and return its name."""
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(rows), "a.parquet", row_group_size=random.choice([1, 7, 1000]))
+        return "a.parquet"
+    if kind in ("txt", "md.gz"):
+        Path("files").mkdir(exist_ok=True)
+        for number, text in enumerate(rows["text"]):
+            content = text.encode()
+            Path(f"files/{number:06d}.{kind}").write_bytes(gzip.compress(content) if kind == "md.gz" else content)
+        return "files"
+    lines = [json.dumps(dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    if kind == "jsonl.gz":
+        content = gzip.compress(content)
+    if kind == "ndjson.zst":
+        content = pyarrow.compress(content, "zstd", asbytes=True)
+    Path(f"a.{kind}").write_bytes(content)
+    return f"a.{kind}"
 
 
-def write_lines(texts: list[str]) -> bytes:
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    Path("a.jsonl").write_bytes(lines)
-    return lines
+def random_source(rng: random.Random) -> str:
+    """Write a source of up to 300 kB of text, in documents whose lengths span five orders, beside other fields."""
+    alphabet = rng.choice(["ab cd ", "abcdefghij", "é你 好 ", "x"])
+    left = int(10 ** rng.uniform(0, 5.5))
+    texts = []
+    others = []
+    size_of_others = rng.choice([1, 4])
+    while left > 0 and len(texts) < 300:
+        length = min(left, int(10 ** rng.uniform(0, 5)))
+        texts.append("".join(rng.choices(alphabet, k=length)))
+        others.append("m" * int(10 ** rng.uniform(0, size_of_others)))
+        left -= length
+    random.seed(rng.random())
+    kind = rng.choice(["txt", "md.gz", "jsonl", "jsonl.gz", "ndjson.zst", "parquet"])
+    return write_rows_as(kind, {"text": texts, "other": others})
 
 
-def write_files(texts: list[str]) -> None:
+@pytest.mark.parametrize("seed", range(30))
+def test_val_is_a_fortieth_at_most_and_never_empty(seed):
+    source = random_source(random.Random(seed))
+    try:
+        share = share_of_val(source)
+    except UserError as error:  # of fewer than a hundred tokens, or of spaces only
+        assert "expected 100 or more" in str(error) or "found nothing" in str(error)
+        return
+    assert 0.002 < share < 0.03
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("texts", [
+    ["words " * 40_000, *["short"] * 50], [*["short"] * 50, "words " * 40_000], ["w" * 240_000], ["ten bytes\n"] * 40,
+], ids=["a long document first", "a long document last", "one word", "short ones"])  # fmt: skip
+def test_long_documents_are_cut(kind, texts):
+    assert 0.01 < share_of_val(write_rows_as(kind, {"text": texts})) < 0.03
+
+
+def test_a_sorted_source_needs_no_shuffling():
+    texts = [f"{topic} " * 30 for topic in range(10) for _ in range(100)]
+    share_of_val(write_rows_as("jsonl", {"text": texts}))
+    assert {*text_of("bytes", "val").split()} == {str(topic) for topic in range(10)}
+
+
+def test_little_text_beside_other_columns_has_a_val_too():
+    rows = {"text": TEXTS, "embedding": [os.urandom(5000) for _ in TEXTS]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), "wide.parquet")
+    assert 0.02 < share_of_val("wide.parquet") < 0.026
+
+
+def test_less_text_than_its_beginning_promises_has_a_val_too(monkeypatch):
+    monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 1000)
     Path("files").mkdir()
-    for number, text in enumerate(texts):
-        Path(f"files/{number:06d}.md").write_text(text)
-
-
-LINES = [text.replace("\n", "") for text in TEXTS]
+    Path("files/a.jsonl").write_text(json.dumps({"text": "word " * 400}))
+    Path("files/b.jsonl").write_text((json.dumps({"text": "", "other": "m" * 9000}) + "\n") * 300)
+    manifest = prepare("files", flags="")
+    assert manifest["tokens_for_val"] == len(ids_of("out", "val")) == int(2001 * 0.025)
+    assert len(ids_of()) == 2001
 
 
 @pytest.fixture
-def sources(standin) -> dict[str, int]:
-    """The same texts as sources of every kind; their names, and their sizes in bytes."""
-    write_files(TEXTS)
-    Path("a.jsonl.gz").write_bytes(gzip.compress(write_lines(TEXTS)))
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet", row_group_size=70)
+def sources(standin) -> list[str]:
+    """The same texts as sources of every kind."""
+    for kind in ("txt", "jsonl", "jsonl.gz", "parquet"):
+        write_rows_as(kind, {"text": TEXTS})
     halves = {f"data/train-{n}.parquet": parquet(half) for n, half in enumerate((TEXTS[:200], TEXTS[200:]))}
     standin.put("datasets/some/texts", halves)
-    csv = "\n".join(["text", *(f'"{line}"' for line in LINES)]).encode()
+    return ["files", "a.jsonl", "a.jsonl.gz", "a.parquet", "hf:some/texts"]
+
+
+def test_val_has_the_same_text_from_every_kind_of_source(sources):
+    vals = []
+    for number, source in enumerate(sources):
+        prepare(source, f"out{number}", "")
+        vals.append(ids_of(f"out{number}", "val"))
+    assert vals[0] and vals == [vals[0]] * len(vals)
+
+
+def test_a_stream_of_rows_has_a_val(standin):
+    csv = "\n".join(["text", *(f'"{text.strip()}"' for text in TEXTS if "\n" not in text.strip())]).encode()
     standin.put("datasets/some/rows", {"data/train.csv": csv})
-    sizes = {name: Path(name).stat().st_size for name in ("a.jsonl", "a.jsonl.gz", "a.parquet")}
-    return sizes | {
-        "files": len(LONG.encode()),
-        "hf:some/texts": sum(map(len, halves.values())),
-        "hf:some/rows": len(csv),
-    }
+    assert 0.01 < share_of_val("hf:some/rows") <= 0.026
 
 
-@pytest.mark.parametrize("source", ["files", "a.jsonl", "a.jsonl.gz", "a.parquet", "hf:some/texts", "hf:some/rows"])
-def test_val_is_a_fortieth_of_the_source_in_whole_documents(source, sources):
-    size, is_streamed_by_datasets = sources[source], source == "hf:some/rows"
-    val = val_of(source, LINES if is_streamed_by_datasets else TEXTS, "--shard_size 9000")
-    assert_size(val, size / 40, 32 * 300 if is_streamed_by_datasets else size / 200)
+@pytest.mark.parametrize("count", [1, 123, 5000, 20_000])
+def test_a_number_of_tokens_is_met(count):
+    write_rows_as("jsonl", {"text": TEXTS})
+    manifest = prepare("a.jsonl", flags=f"--val_tokens {count}")
+    assert count <= len(ids_of("out", "val")) < 1.2 * count + 64 or count == 1
+    assert manifest["tokens_for_val"] == len(ids_of("out", "val"))
 
 
-def test_files_with_little_text_need_the_size_of_val():
-    columns = {"text": TEXTS, "embedding": [os.urandom(5000) for _ in TEXTS]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), "wide.parquet")
-    message = r"about 5.\.\d kB of text in 2\.\d+ MB of files, too little .* such as --val_tokens 1\d{3}$"
-    refused("--source wide.parquet", message)
-    assert not Path("out").exists()
-    assert prepare("wide.parquet", flags="--val_tokens 1000")["shards"][0]["tokens"] >= 1000
-
-
-@pytest.mark.parametrize("text", [LONG, LONG.replace("\n", " "), "字" * 40_000], ids=["lines", "words", "characters"])
-def test_val_ends_before_a_word_of_one_long_text(text):
-    Path("a.txt").write_text(text)
-    vals, size = set(), len(text.encode())
-    for tokenizer in ("gpt2", "crossing"):
-        prepare("a.txt", tokenizer, f"--tokenizer {tokenizer}")
-        [val], [train] = (texts_of(tokenizer, split) for split in ("val", "train"))
-        assert val + train == text
-        assert size / 40 <= len(val.encode()) < size / 30
-        assert train[0] == (" " if " " in text else "字")
-        vals.add(val)
-    assert len(vals) == 1
-
-
-NUMBERS = [f"{number:<40}" for number in range(1000)]
-
-
-@pytest.mark.parametrize(("source", "texts", "most"), [
-    ("files", ["ten bytes\n"] * 40, 1),
-    ("a.jsonl", ["words " * 1667, *NUMBERS[:250]], 1),
-    ("a.jsonl", [*NUMBERS[:10], "words " * 1667, *NUMBERS], 10),
-], ids=["val is exactly a fortieth", "the first line is longer", "a long line is left to training"])  # fmt: skip
-def test_val_has_the_first_documents(source, texts, most):
-    write_files(texts)
-    write_lines(texts)
-    assert 1 <= len(val_of(source, texts)) <= most
-
-
-def test_a_limit_in_tokens_wins():
-    write_lines(TEXTS)
-    manifest = prepare("a.jsonl", flags="--val_tokens 123")
-    assert 123 <= manifest["shards"][0]["tokens"] < 123 + 2 * max(map(len, TEXTS))
+def test_without_val_and_with_nothing_else():
+    write_rows_as("jsonl", {"text": TEXTS})
     manifest = prepare("a.jsonl", "none", "--val_tokens 0")
     assert [shard["split"] for shard in manifest["shards"]] == ["train"]
+    refused("--source a.jsonl --val_tokens 100000000", "--val_tokens 100000000 leaves none for train. Give a smaller")
+    assert not [path for path in Path("out").iterdir() if path.name != ".lock"]
 
 
 def test_val_has_at_most_400_mb(monkeypatch):
     monkeypatch.setattr(prepare_dataset, "VAL_BYTES", 200)
-    write_lines(TEXTS)
-    assert_size(val_of("a.jsonl", TEXTS), 200, 300)
+    write_rows_as("jsonl", {"text": TEXTS})
+    assert 150 < share_of_val("a.jsonl") * len(ids_of("whole")) < 250
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("ids.npy", "uint16"), ("ids.npz", "int64")])
@@ -166,4 +198,4 @@ def test_a_fortieth_of_token_ids_is_val_whatever_their_dtype(name, dtype):
     Path(name).write_bytes(npy(ids) if name == "ids.npy" else npz(ids=ids))
     manifest = prepare(name, flags="")
     assert [shard["tokens"] for shard in manifest["shards"]] == pytest.approx([100, 3900], abs=10)
-    assert ids_of() == ids.tolist()
+    assert sorted(ids_of()) == sorted(ids.tolist())

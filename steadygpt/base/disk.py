@@ -1,23 +1,10 @@
-"""Free space on disks, the limit of open files, and files that are not there."""
+"""The limit of open files, and files that are not there."""
 
 import os
 import resource
-import shutil
-from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 
 from steadygpt.base.options import UserError
-
-
-def disks(*needs: Mapping[Path, int]) -> dict[Path, tuple[int, int]]:
-    """Return, for an existing folder of each disk, the bytes that are free and the bytes that are needed."""
-    found: dict[int, tuple[Path, int]] = {}
-    for folder, size in chain.from_iterable(need.items() for need in needs):
-        disk = existing(folder).stat().st_dev
-        first, needed = found.get(disk, (existing(folder), 0))
-        found[disk] = first, needed + size
-    return {folder: (shutil.disk_usage(folder).free, needed) for folder, needed in found.values()}
 
 
 def most_open_files() -> int:

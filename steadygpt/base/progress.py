@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -37,10 +36,6 @@ class ProgressBar(tqdm):
         # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
         options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options, "desc": printable(desc)}
         super().__init__(total=total, unit=unit, unit_scale=unit in ("B", " tokens"), **options)
-
-    def show_from(self, base: float) -> Callable[[float], object]:
-        """Return a function that shows an amount beyond `base`."""
-        return lambda amount: self.update(base + amount - self.n)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if self.is_terminal:

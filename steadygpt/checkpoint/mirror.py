@@ -7,7 +7,9 @@
 The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
 """
 
+import fcntl
 import json
+import os
 import re
 import secrets
 import shutil
@@ -19,7 +21,7 @@ from operator import eq, methodcaller
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from steadygpt.base.durable import no_link, replace_file
+from steadygpt.base.durable import fsync, no_link, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
@@ -121,19 +123,27 @@ class Mirror:
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
-        """Download a checkpoint to a temporary file in a folder, unless an earlier start has; return path and content.
+        """Download a checkpoint, or what a temporary file in a folder lacks of it; return the file and its content.
 
         Raises: Damaged when it is missing or corrupt.
         """
         url, downloaded = f"{self.url}/{entry.file}", folder / f".{entry.file}.tmp"
-        if (free := shutil.disk_usage(folder).free) < entry.size and not downloaded.exists():
-            raise UserError(f"{folder}: {bytes_text(entry.size)} needed, {bytes_text(free)} free; free some space")
+        needed = entry.size - (downloaded.stat().st_size if downloaded.exists() else 0)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(f"{folder}: {bytes_text(needed)} needed, {bytes_text(free)} free; free some space")
         path = self.fs.unstrip_protocol(f"{self.folder}/{entry.file}")
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
             raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
-        with ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
-            file.download(downloaded, bar.show_from(0))
+        with open(downloaded, "ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+            fcntl.flock(target, fcntl.LOCK_EX)  # another command may restore it too
+            bar.update(target.seek(0, os.SEEK_END))
+            for block in file.read(target.tell(), entry.size):
+                target.write(block)
+                bar.update(len(block))
+            target.flush()
+            fsync(target.fileno())
         try:
             return downloaded, read_checkpoint(downloaded)
         except UserError as error:

@@ -201,6 +201,7 @@ def import_safetensors(path: object) -> Any:
     """Return the package that reads and writes `path`, and that only Hugging Face folders need."""
     try:
         import safetensors.torch
+        import tokenizers  # noqa: F401 (checks and writes a tokenizer.json)
     except ImportError:
         raise UserError(f"{path}: needs safetensors and tokenizers; pip install safetensors tokenizers") from None
     return safetensors

@@ -1,7 +1,6 @@
-"""Files cut into parts, and parts into documents.
+"""Files read in blocks, and blocks cut into documents.
 
-Where a part ends depends only on its file and the source's unit of bytes. So any process can read any part, and the
-parts that are read, encoded and stored can be in different processes or different runs.
+A block begins where the one before it ends, so a file and a position in it are enough to continue.
 """
 
 import codecs
@@ -11,12 +10,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from itertools import count, islice
-from pathlib import Path
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
-
-import numpy as np
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
@@ -26,12 +21,12 @@ if TYPE_CHECKING:
     from pyarrow import Array
     from pyarrow.parquet import ParquetFile
 
-GROUP_UNITS = 10  # of a row group that is one part
+BLOCK_BYTES = 2**20  # of a block, about; a line or a row is never cut
 # The longest piece of a longer document, about. tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
 LONGEST_LINE = 10**9  # bytes of a line of JSON, which takes four times as much memory; longer ones are skipped
 CUT_WINDOW = 4000  # bytes in which a place to cut a text is looked for
-CUT_BEFORE = 4  # bytes before a place to cut that decide whether it is one
+LEAST_WINDOW = 32  # of short pieces, which would be cut within words otherwise
 # How a packed text begins, if its name does not say so, and one of UTF-32 or UTF-16 (in this order, for their marks).
 PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
@@ -40,39 +35,40 @@ NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
 
-class OnDisk(NamedTuple):
-    """A part of a local file that is still to be read."""
-
-    path: str
-    number: int  # of the part or, in a table, of a row group
-
-
-class Part(NamedTuple):
-    """A part of a file."""
+class Block(NamedTuple):
+    """Consecutive text, rows or ids of a file."""
 
     name: str  # of the file
     file: int  # its number in the source
-    number: int  # of the part in the file
-    unit: int  # bytes of a text or lines in which a part begins
-    end: int  # how far the file is read after it, in bytes of the file (of other Hub data sets, in rows)
-    num_bytes: int  # of its texts or ids, approximately
-    data: bytes | list | OnDisk | np.ndarray  # of a text or lines; values; where they are; token ids
+    at: int  # where it begins: a byte of the unpacked text, a row, or an element of the array
+    end: int  # where the next one begins
+    row: int  # the number of the first row
+    end_row: int
+    progress: int  # how far the file is read after it, in bytes of the file (of some data sets of the Hub, in rows)
+    data: Any  # bytes of a text or of lines, a list of values, or an array of token ids
+    skips_line: bool = False  # after its lines: a line of LONGEST_LINE or more
+
+    @property
+    def num_bytes(self) -> int:
+        """About the bytes of its content, in memory."""
+        if isinstance(self.data, list):
+            return sum(len(value) for value in self.data if isinstance(value, str))
+        return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
 
 
-class Cut(NamedTuple):
-    """What cutting a file into parts depends on."""
+class FileToRead(NamedTuple):
+    """An open file of a source, and what its blocks depend on."""
 
-    unit: int  # bytes of a text, lines or ids in which a part begins
+    file: BinaryIO
+    name: str
+    number: int  # in the source
+    size: int  # in bytes
     text_field: str
     vocab_size: int  # implies the dtype of token ids without a header
-    size: int  # of the file, in bytes
-    path: Path | None  # where the reader of a part finds the file; None if only this process can read it
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# files -> parts, without looking at the documents; the parts before the number `first` are left out
-
-Parts = Iterator[tuple[int, int, int, Any]]  # number, end, num_bytes and data of each Part
+# files -> blocks, without looking at the documents
 
 
 def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
@@ -108,23 +104,32 @@ def check_text(name: str, head: bytes) -> None:
         raise UserError(f"{name}: found a NUL byte or much that is not UTF-8; expected text; {advice}")
 
 
-def cut_lines(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[bytes]:
-    """Yield the lines that begin in each `unit` bytes of a text, which is read up to the byte `begin`."""
-    at, is_inside = begin, False  # a line that began before the part
-    for start in count(first * unit, unit):
-        while at < start + unit and (is_inside or at < start):
-            line = text.readline(start + unit - at if is_inside else start - at)
-            at, is_inside = at + len(line), line[-1:] not in (b"\n", b"")
-            if not line:
-                return
-        lines = b""
-        if not is_inside and at < start + unit:
-            lines, last = text.read(start + unit - 1 - at), text.readline(LONGEST_LINE)
-            lines, is_inside = lines + last, len(last) == LONGEST_LINE and not last.endswith(b"\n")
-            if not lines:
-                return
-        at += len(lines)
-        yield lines
+def read_lines(source: FileToRead, at: int, row: int) -> Iterator[Block]:
+    """Yield blocks of whole lines."""
+    text = open_text(source.file, at)
+    while True:
+        lines = text.read(BLOCK_BYTES)
+        if not lines:
+            return
+        end = at + len(lines)
+        skips_line = False
+        if not lines.endswith(b"\n"):
+            rest = text.readline(LONGEST_LINE)
+            end += len(rest)
+            skips_line = len(rest) == LONGEST_LINE and not rest.endswith(b"\n")
+            if skips_line:
+                lines = lines[: lines.rfind(b"\n") + 1]
+                while rest and not rest.endswith(b"\n"):
+                    rest = text.readline(BLOCK_BYTES)
+                    end += len(rest)
+            else:
+                lines += rest
+            del rest
+        end_row = row + lines.count(b"\n") + skips_line + (not lines.endswith(b"\n") and lines != b"")
+        progress = end if text is source.file else source.file.tell()
+        yield Block(source.name, source.number, at, end, row, end_row, progress, lines, skips_line)
+        at = end
+        row = end_row
 
 
 # A space after an ASCII character or a byte of another one, except after Unicode's own spaces.
@@ -135,89 +140,77 @@ _WORD_END = re.compile(
 _CHARACTER = re.compile(rb"[^\x80-\xbf]")  # its first byte
 
 
-def _cut_at(text: bytes, at: int) -> int:
+def cut_at(text: bytes, at: int, window: int) -> int:
     """Return where a text is cut: at or after a byte, before a space that follows a non-space.
 
     There pre-tokenizers such as GPT-2's always begin a new word, so the ids of the pieces, concatenated, are those of
-    the whole. Without such a space in CUT_WINDOW bytes the text is cut before any character, and its ids may differ.
+    the whole. Without such a space in `window` bytes the text is cut before any character, and its ids may differ.
     """
-    if at == 0:
-        return 0
-    if found := _WORD_END.search(text, at, at + CUT_WINDOW):
+    found = _WORD_END.search(text, at, at + window)
+    if found:
         return found.start()
-    if at + CUT_WINDOW > len(text):  # the text ends in the window
+    if at + window > len(text):  # the text ends in the window
         return len(text)
-    found = _CHARACTER.search(text, at, at + CUT_BEFORE)
+    found = _CHARACTER.search(text, at, at + 4)
     return found.start() if found else at  # not UTF-8
 
 
-def cut_pieces(text: IO[bytes], begin: int, first: int, unit: int) -> Iterator[bytes]:
-    """Yield the piece of a text that begins in each `unit` bytes of it; the text is read up to the byte `begin`."""
-    held = b""  # from `begin` on
-    for start in count(first * unit, unit):
-        held += text.read(start + unit + CUT_WINDOW - begin - len(held))
-        here, there = (_cut_at(held, place - begin) for place in (start, start + unit))
-        if start and here == len(held):
+def read_text(source: FileToRead, at: int, row: int) -> Iterator[Block]:
+    """Yield blocks of a text, which is one document, unless the file is empty."""
+    text = open_text(source.file, at)
+    held = b""
+    while True:
+        held += text.read(BLOCK_BYTES + CUT_WINDOW - len(held))
+        cut = cut_at(held, BLOCK_BYTES, CUT_WINDOW) if len(held) > BLOCK_BYTES else len(held)
+        data = held[:cut]
+        held = held[cut:]
+        if not data:
             return
-        yield held[here:there]
-        held, begin = held[max(0, start + unit - CUT_BEFORE - begin) :], max(begin, start + unit - CUT_BEFORE)
+        end = at + len(data)
+        progress = end if text is source.file else source.file.tell()
+        yield Block(source.name, source.number, at, end, 0, 0, progress, data)
+        at = end
 
 
-def read_text(file: BinaryIO, first: int, unit: int, suffix: str) -> tuple[IO[bytes], Iterator[bytes]]:
-    """Open the text of a file, and cut it into parts."""
-    begin = max(0, first * unit - CUT_BEFORE)
-    text = open_text(file, begin)
-    return text, TEXTS[suffix](text, begin, first, unit)
-
-
-def cut_text(file: BinaryIO, first: int, cut: Cut, suffix: str) -> Parts:
-    """Cut a text, a document or lines, into parts."""
-    text, parts = read_text(file, first, cut.unit, suffix)
-    if text is not file:  # then its size is not known
-        for number, data in enumerate(parts, first):
-            yield number, file.tell(), len(data), data
-        return
-    for number in range(first, max(1, -(-cut.size // cut.unit))):
-        end = min(cut.size, (number + 1) * cut.unit)
-        place = OnDisk(str(cut.path), number) if cut.path else next(parts, b"")
-        yield number, end, end - number * cut.unit, place
-
-
-def cut_table(file: BinaryIO, first: int, cut: Cut) -> Parts:
-    """Cut a Parquet file into its row groups, or large ones into some rows."""
+def read_table(source: FileToRead, at: int, row: int) -> Iterator[Block]:
+    """Yield blocks of rows of a Parquet file."""
     import pyarrow.parquet as pq
 
-    table, number, before = pq.ParquetFile(file), 0, 0
-    wanted = [i for i, column in enumerate(table.schema) if f"{column.path}.".startswith(f"{cut.text_field}.")]
-    if not wanted:
-        raise no_text_field(file.name, cut.text_field, table.schema_arrow.names)
+    table = pq.ParquetFile(source.file)
+    names = [column.path for column in table.schema]
+    if not any(f"{name}.".startswith(f"{source.text_field}.") for name in names):
+        raise no_text_field(source.name, source.text_field, table.schema_arrow.names)
+    num_rows = table.metadata.num_rows
+    first_row = 0  # of the row group
     for group in range(table.num_row_groups):
-        metadata, values = table.metadata.row_group(group), None
-        rows, text_bytes = metadata.num_rows, sum(metadata.column(i).total_uncompressed_size for i in wanted)
-        num_bytes = max(text_bytes, cut.size * rows // max(1, table.metadata.num_rows))
-        step = rows if num_bytes <= GROUP_UNITS * cut.unit else max(1, rows * cut.unit // num_bytes)
-        for begin in range(0, rows, step or 1):
-            taken = min(step, rows - begin)
-            if number >= first:
-                if cut.path and taken == rows:
-                    data: Any = OnDisk(str(cut.path), group)
-                else:
-                    values = values or _column(table, group, cut.text_field, begin)
-                    data = list(islice(values, taken))
-                end = cut.size * (before + begin + taken) // table.metadata.num_rows
-                yield number, end, num_bytes * taken // rows, data
-            number += 1
-        before += rows
+        next_group = first_row + table.metadata.row_group(group).num_rows
+        if at < next_group:
+            for values in _values_of_group(table, group, source.text_field, at - first_row):
+                end = at + len(values)
+                progress = source.size * end // num_rows
+                yield Block(source.name, source.number, at, end, at, end, progress, values)
+                at = end
+        first_row = next_group
 
 
-def _column(table: "ParquetFile", group: int, text_field: str, first: int = 0) -> Iterator[object]:
-    """Read a column of a row group, from a row on."""
-    batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False)
-    for batch in batches:
-        if first < len(batch):
-            column = batch.schema.names[0]
-            yield from (field_of({column: value}, text_field) for value in _values(batch.column(0)[first:]))
+def _values_of_group(table: "ParquetFile", group: int, text_field: str, first: int) -> Iterator[list]:
+    """Yield the values of a row group from a row on, in lists of about BLOCK_BYTES."""
+    values: list = []
+    num_bytes = 0
+    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False):
+        column = batch.schema.names[0]
+        for value in _values(batch.column(0)[first:]):
+            text = field_of({column: value}, text_field)
+            values.append(text)
+            if isinstance(text, str):
+                num_bytes += len(text)
+            if num_bytes >= BLOCK_BYTES:
+                yield values
+                values = []
+                num_bytes = 0
         first = max(0, first - len(batch))
+    if values:
+        yield values
 
 
 def _values(column: "Array") -> list:
@@ -227,100 +220,97 @@ def _values(column: "Array") -> list:
         return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
 
 
-def cut_ids(file: BinaryIO, first: int, cut: Cut, suffix: str) -> Parts:
-    """Cut an array of token ids into blocks."""
-    for number, (num_bytes, done, ids) in enumerate(
-        read_ids(file, suffix, cut.text_field, cut.vocab_size, first, cut.unit, cut.size), first
+def read_array(source: FileToRead, at: int, row: int, suffix: str) -> Iterator[Block]:
+    """Yield blocks of an array of token ids."""
+    for end, done, ids in read_ids(
+        source.file, suffix, source.text_field, source.vocab_size, at, BLOCK_BYTES, source.size
     ):
-        yield number, int(cut.size * done), num_bytes, ids
+        yield Block(source.name, source.number, at, end, 0, 0, int(source.size * done), ids)
+        at = end
 
 
+Reader = Callable[[FileToRead, int, int], Iterator[Block]]  # from a position and its row on
 LINES = (".jsonl", ".ndjson", ".json")
-TEXTS = {f"{suffix}{packed}": cut_pieces for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)}
-TEXTS |= {f"{suffix}{packed}": cut_lines for suffix in LINES for packed in ("", *PACKED)}
-CUTTERS: dict[str, Callable[[BinaryIO, int, Cut], Parts]]
-CUTTERS = {suffix: partial(cut_text, suffix=suffix) for suffix in TEXTS} | {".parquet": cut_table}
-CUTTERS |= {suffix: partial(cut_ids, suffix=suffix) for suffix in ID_SUFFIXES}
+TEXTS = [f"{suffix}{packed}" for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)]
+READERS: dict[str, Reader] = dict.fromkeys(TEXTS, read_text)
+READERS |= {f"{suffix}{packed}": read_lines for suffix in LINES for packed in ("", *PACKED)}
+READERS |= {".parquet": read_table}
+READERS |= {suffix: partial(read_array, suffix=suffix) for suffix in ID_SUFFIXES}
 TABLES = (".parquet",)  # each file may lack the column of the text
-READABLE = f"{' '.join(suffix for suffix in CUTTERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
+READABLE = f"{' '.join(suffix for suffix in READERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix in CUTTERS that a file name ends with, "" if there is none."""
-    return next((suffix for suffix in CUTTERS if name.lower().endswith(suffix)), "")
+    """Return the suffix in READERS that a file name ends with, "" if there is none."""
+    return next((suffix for suffix in READERS if name.lower().endswith(suffix)), "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# parts -> documents
+# blocks -> documents
 
 
 class Document(NamedTuple):
-    """A document, or a piece of a text."""
+    """A document, or what a text has after its first block."""
 
+    row: int  # of its file
     text: object  # str; a ValueError with the reason to skip the row; or data of the wrong type
     is_begin: bool = True
 
 
-def read_documents(part: Part, text_field: str) -> Iterator[Document]:
-    """Read the documents of a part."""
-    with naming(part.name):
-        data, suffix = part.data, suffix_of(part.name)
-        if isinstance(data, OnDisk) and suffix in TEXTS:
-            with open(data.path, "rb") as file:
-                data = next(read_text(file, data.number, part.unit, suffix)[1], b"")
-        values: Any = data
-        if isinstance(data, OnDisk):
-            values = _column(_open_table(data.path), data.number, text_field)
-        elif isinstance(data, bytes):
-            if TEXTS[suffix] is cut_pieces:
-                yield from _piece(part, data)
-                return
-            lines = data.split(b"\n")
-            del data  # a line may be most of the memory
-            values = _json_values(part, lines, text_field)
+def read_documents(block: Block, text_field: str) -> Iterator[Document]:
+    """Read the documents of a block of text or rows."""
+    with naming(block.name):
+        if suffix_of(block.name) in TEXTS:
+            yield from _document_of(block)
+            return
+        values: Iterable = block.data
+        if isinstance(block.data, bytes):
+            lines = block.data.split(b"\n")
+            if not lines[-1]:  # what follows the last line break
+                lines.pop()
+            values = _json_values(block, lines, text_field)
+        row = block.row
         for value in values:
-            yield Document(ValueError(NO_TEXT) if isinstance(value, str) and not value.strip() else value)
+            is_empty = isinstance(value, str) and not value.strip()
+            yield Document(row, ValueError(NO_TEXT) if is_empty else value)
+            row += 1
+        if block.skips_line:
+            yield Document(row, ValueError(f"a line of {bytes_text(LONGEST_LINE)} or more"))
 
 
-def _piece(part: Part, data: bytes) -> Iterator[Document]:
-    text = data.decode("utf-8" if part.number else "utf-8-sig", "surrogateescape")
-    is_empty = part.number == 0 and len(data) < part.unit and not text.strip()  # and so is the whole file
-    if text or part.number == 0:
-        yield Document(ValueError(NO_TEXT) if is_empty else text, part.number == 0)
+def _document_of(block: Block) -> Iterator[Document]:
+    is_begin = block.at == 0
+    text = block.data.decode("utf-8-sig" if is_begin else "utf-8", "surrogateescape")
+    if is_begin and len(block.data) < BLOCK_BYTES and not text.strip():  # and so is the whole file
+        yield Document(0, ValueError(NO_TEXT))
+    else:
+        yield Document(0, text, is_begin)
 
 
-@lru_cache(maxsize=1)
-def _open_table(path: str) -> "ParquetFile":
-    import pyarrow.parquet as pq
-
-    return pq.ParquetFile(open(path, "rb"))
-
-
-def _json_values(part: Part, lines: list[bytes], text_field: str) -> Iterator[object]:
+def _json_values(block: Block, lines: list[bytes], text_field: str) -> Iterator[object]:
     """Yield the text of each line of JSON, or a ValueError that says why there is none; the list becomes empty."""
     lines.reverse()
-    for number in range(len(lines)):
-        is_first, is_long = part.number == number == 0, len(lines[-1]) >= LONGEST_LINE  # the first one of the file
+    is_first = block.at == 0  # the line is the first one of the file
+    while lines:
         text = lines.pop().decode("utf-8-sig", "surrogateescape")
-        if not (text or lines):  # what follows the last line break
-            return
-        if is_long:
-            yield ValueError(f"a line of {bytes_text(LONGEST_LINE)} or more")
-            continue
         try:
             row = json.loads(text)
         except (ValueError, RecursionError):
             if not is_first or text.strip() not in ("[", "[{", "{"):
                 yield ValueError("broken JSON" if text.strip() else "blank line")
+                is_first = False
                 continue
             row = []  # begun in this line
         if is_first and isinstance(row, list):
-            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(part.name)} > rows.jsonl"""
-            raise UserError(f"{part.name}: found an array or indented JSON; expected one object a line. Try: {command}")
+            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(block.name)} > rows.jsonl"""
+            raise UserError(
+                f"{block.name}: found an array or indented JSON; expected one object a line. Try: {command}"
+            )
         del text
         value = field_of(row, text_field)
-        if is_first and part.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
-            raise no_text_field(part.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
+        if is_first and block.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
+            raise no_text_field(block.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
+        is_first = False
         yield value
 
 
@@ -344,14 +334,19 @@ def repair(text: str) -> str:
     return text
 
 
-def cut_document(text: str) -> Iterator[str]:
-    """Cut a long document into pieces, as cut_pieces() does."""
+def cut_document(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, int]]:
+    """Cut a document of more than two pieces into pieces of about so many bytes; yield each with its bytes."""
     data = text.encode()
-    if len(data) <= 2 * PIECE_BYTES:
-        yield text
+    if len(data) <= 2 * piece_bytes:
+        yield text, len(data)
         return
-    for piece in cut_pieces(io.BytesIO(data), 0, 0, PIECE_BYTES):
-        yield piece.decode()
+    window = max(LEAST_WINDOW, min(CUT_WINDOW, piece_bytes))
+    start = 0
+    while start < len(data):
+        part = data[start : start + piece_bytes + window]
+        end = cut_at(part, piece_bytes, window) if len(part) > piece_bytes else len(part)
+        yield part[:end].decode(), end
+        start += end
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The Hugging Face Hub: data sets and models at one commit, downloaded or read in place, through network failures."""
+"""The Hugging Face Hub: data sets and models at one commit, read in place or from the Hub's cache."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.progress import ProgressBar, say
+from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
 from steadygpt.base.typed import read_json
 from steadygpt.data.remote import RemoteFile
@@ -73,6 +73,8 @@ def _refusal(what: object, error: Exception) -> UserError:
             f"{what}: not found on the Hugging Face Hub, or private; check the name, and for a private one "
             "run `hf auth login` or set HF_TOKEN"
         )
+    if status_of(error) == 404:
+        return UserError(f"{what}: no such file on the Hugging Face Hub; check the name, then run this again")
     if "OfflineModeIsEnabled" in names:
         return UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
     return UserError(f"{what}: {brief(error)}; check the name, then run this again")
@@ -96,7 +98,6 @@ def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
     from huggingface_hub.errors import HFValidationError
 
     utils.logging.set_verbosity_error()  # it prints a page for each retry; we print a line
-    utils.disable_progress_bars()
     utils.get_session().timeout = retry.SILENCE_S  # of requests that set none
     what, (name, at, revision) = Repo(kind, spec, ""), spec.partition("@")
     if not name or (at and not revision):
@@ -137,13 +138,19 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
 
     The format is "" for files outside of the repository. Without a network, only the files in the cache are known.
     """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
     what = f"{repo}{f':{config}' if config else ''}"
+    name, revision = repo.address
     try:
-        kind, splits = persistently(what, lambda: splits_of(*repo.address, config))
+        builder = persistently(what, lambda: datasets.load_dataset_builder(name, config or None, revision=revision))
     except UserError as error:
         if repo.online:
             raise
         raise UserError(f"{what}: its files are not in the cache, and there is no network") from error
+    splits = builder.config.data_files or {}
     if split not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
         raise UserError(f"{what}: no split {split!r}, found {names}; expected a data set with this split")
@@ -152,20 +159,8 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
         return "", [_remote_file(repo, path, 0) for path in splits[split]]
     paths = [path.split(base, 1)[1] for path in splits[split]]
     if repo.online:
-        return kind, files_at(repo, paths)
-    return kind, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
-
-
-def splits_of(place: str, revision: str | None = None, config: str = "") -> tuple[str, Mapping]:
-    """Return the format and the splits of a data set as `datasets` finds them, on the Hub or in a folder."""
-    import datasets
-    from huggingface_hub import utils
-
-    utils.logging.set_verbosity_error()  # it warns of a folder without a data card
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    builder = datasets.load_dataset_builder(place, config or None, revision=revision)
-    return builder.name, builder.config.data_files or {}
+        return builder.name, files_at(repo, paths)
+    return builder.name, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
 
 
 def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
@@ -177,8 +172,6 @@ def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
     for first in range(0, len(paths), 500):
         for info in persistently(repo, partial(ask, paths[first : first + 500])):
             found[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
-    if absent := [path for path in paths if path not in found]:
-        raise UserError(f"{repo}: has no file {absent[0]}; check the name, then run this again")
     return [found[path] for path in paths]
 
 
@@ -186,11 +179,13 @@ def _remote_file(repo: Repo, path: str, size: int, sha256: str = "") -> RemoteFi
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
-    return RemoteFile(f"{repo}/{path}", path, size, HUB, partial(_request, url), sha256=sha256)
+    name = f"{repo}/{path}"
+    request = partial(_request, name, url, size, sha256)
+    return RemoteFile(name, path, size, HUB, request, cached=repo.snapshot / path)
 
 
-def _request(url: str, start: int, end: int) -> Iterator[bytes]:
-    """Request the bytes [start, end) of a file."""
+def _request(name: str, url: str, size: int, sha256: str, start: int, end: int) -> Iterator[bytes]:
+    """Request the bytes [start, end) of a file, and check that it has this size and, if known, this SHA-256."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     if start >= end:  # such a range would be answered with the whole file
@@ -198,17 +193,34 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
         hf_raise_for_status(response)
+        total = response.headers.get("Content-Range", "").rpartition("/")[2]
+        etags = [answer.headers.get("X-Linked-Etag", "") for answer in (*response.history, response)]
+        others = {etag.strip('W/"') for etag in etags} - {"", sha256}
+        if total not in ("", "*", str(size)) or (sha256 and others):
+            raise UserError(f"{name}: changed on the Hugging Face Hub while it was read; run this again")
         yield from response.iter_bytes()
 
 
 def fetch(repo: Repo, path: str) -> Path:
-    """Download a file to the Hub's cache unless it is there, and return where it is."""
+    """Download a file to the Hub's cache unless it is there, and return where it is.
+
+    Several files are downloaded one after the other: the threads of snapshot_download continue after Ctrl-C.
+
+    Raises: UserError; OSError for errors of this machine, such as a full disk.
+    """
+    from huggingface_hub import hf_hub_download
+
     target = repo.snapshot / path
     if target.exists():
         return target
     if not repo.online:
         raise UserError(f"{repo}: {path} is not in the cache, and there is no network; connect, then run this again")
-    return files_at(repo, [path])[0].download(target)
+    download = partial(hf_hub_download, repo.name, path, repo_type=repo.kind, revision=repo.commit)
+    try:
+        return Path(persistently(f"{repo}/{path}", download))
+    except OSError as error:
+        error.filename = error.filename or str(repo.cache)  # writes name no file
+        raise
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
@@ -229,10 +241,8 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
         return folder, repo
     if WEIGHTS not in paths:
         fetch(repo, INDEX)
-    missing = files_at(repo, [str(file.relative_to(folder)) for file in weight_files(folder) if not file.exists()])
-    with ProgressBar(desc=source, total=sum(file.size for file in missing), unit="B", disable=not missing) as bar:
-        for file in missing:
-            file.download(folder / file.path, bar.show_from(bar.n))
+    for file in weight_files(folder):
+        fetch(repo, str(file.relative_to(folder)))
     return folder, repo
 
 

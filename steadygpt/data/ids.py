@@ -19,10 +19,6 @@ class _Array(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def read(self, num_bytes: int) -> np.ndarray:
         block = self.stream.read(num_bytes)
         if len(block) < num_bytes:
@@ -31,32 +27,33 @@ class _Array(NamedTuple):
 
 
 def read_ids(
-    file: BinaryIO, suffix: str, name: str, vocab_size: int, first: int, unit: int, size: int
+    file: BinaryIO, suffix: str, name: str, vocab_size: int, at: int, block_bytes: int, size: int
 ) -> Iterator[tuple[int, float, np.ndarray]]:
-    """Read the ids of a file in blocks, without the `first` ones.
+    """Read the ids of a file in blocks, from the element `at` of its array on.
 
     Rows of a 2-D array are read one after the other. Padding is left out.
 
     Args:
         name: of the array in an `.npz` file that has several.
         vocab_size: implies the dtype of a file without a header.
-        unit: bytes of a block, a multiple of each dtype's size.
+        block_bytes: of each block but the last, a multiple of each dtype's size.
         size: of the file, in bytes.
 
-    Returns: of each block how many bytes it has, the fraction of the array that is read, its ids (n,).
+    Returns: of each block the element after it, the fraction of the array that is read, its ids (n,).
     """
     if suffix == ".npz":
         ids, mask = _open_npz(file, name)
     else:
         ids, mask = _open(file, suffix, file.name, size, vocab_size), None
     for array in filter(None, (ids, mask)):
-        array.stream.seek(first * unit // ids.dtype.itemsize * array.dtype.itemsize, 1)
-    for offset in range(first * unit, ids.num_bytes, unit):
-        values = ids.read(min(unit, ids.num_bytes - offset))
-        count = values.nbytes
+        array.stream.seek(at * array.dtype.itemsize, 1)
+    total = math.prod(ids.shape)
+    while at < total:
+        values = ids.read(min(block_bytes, (total - at) * ids.dtype.itemsize))
+        at += len(values)
         if mask:
             values = values[mask.read(len(values) * mask.dtype.itemsize) != 0]
-        yield count, (offset + count) / ids.num_bytes, values
+        yield at, at / total, values
 
 
 def _open_npz(file: BinaryIO, name: str) -> tuple[_Array, _Array | None]:

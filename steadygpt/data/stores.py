@@ -1,4 +1,4 @@
-"""Files in object stores and wherever else fsspec reads: listed, downloaded or read in place."""
+"""Files in object stores and wherever else fsspec reads: listed, and read in place."""
 
 import glob
 import logging
@@ -12,7 +12,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service, brief, kinds, status_of
 from steadygpt.data.remote import RemoteFile
 
-BLOCK_BYTES = 2**23  # of one request
+BLOCK_BYTES = 9_000_000  # of one request, at most; a lost connection costs one
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 LOG_IN = {
     "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",

@@ -19,6 +19,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
 from steadygpt.data import hub
+from steadygpt.data.tokenizer_check import check_tokenizer
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, from_json
 
 if TYPE_CHECKING:
@@ -88,12 +89,16 @@ class Tokenizer:
         """Return the text of ids; unused ones, which a model can predict all the same, are left out."""
         return b"".join(self.bytes_of.get(i, b"") for i in ids).decode(errors="replace")
 
+    @property
+    def added(self) -> dict[str, int]:
+        """The ids of the special tokens and the literals."""
+        return self.encoding._special_tokens | self.literals[0] | self.literals[1]
+
     @cached_property
     def bytes_of(self) -> dict[int, bytes]:
         """The bytes of each id, those of a special token being its text."""
-        ranks, added = self.encoding._mergeable_ranks, [self.encoding._special_tokens, *self.literals]
-        texts = {i: token.encode() for tokens in added for token, i in tokens.items()}
-        return texts | {i: token for token, i in ranks.items()}
+        texts = {i: token.encode() for token, i in self.added.items()}
+        return texts | {i: token for token, i in self.encoding._mergeable_ranks.items()}
 
     @cached_property
     def num_bytes(self) -> np.ndarray:
@@ -208,8 +213,10 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
     elif text:
-        encoding, is_nfc, literals = from_json(text, where, is_known=bool(wanted))
+        encoding, is_nfc, literals = from_json(text, where)
         tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text, literals)
+        if not wanted:  # a recorded identity is that of a tokenizer that was checked
+            check_tokenizer(tokenizer, where)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:

@@ -9,9 +9,8 @@ from multiprocessing.connection import Connection
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.data.documents import cut_document, read_documents, repair
-from steadygpt.data.sources import Source
-from steadygpt.data.tokenizer import END_OF_TEXT
-from steadygpt.data.tokenizer_json import from_json
+from steadygpt.data.sources import Place, Source
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
 from steadygpt.data.workers import end_with_main, without_ctrl_c
 
 TRAINING_BYTES = 10**9
@@ -49,37 +48,42 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
     finally:
         process.terminate()
         process.join()
-    encoding, _, _ = from_json(trained, "the trained tokenizer", is_known=False)
-    if encoding.n_vocab < vocab_size:
+    n_vocab = load_tokenizer(TokenizerRecord(f"bpe:{vocab_size}", tokenizer_json=trained)).n_vocab
+    if n_vocab < vocab_size:
         raise UserError(
-            f"--tokenizer bpe:{vocab_size}: {source.name} has text for {encoding.n_vocab:,} tokens only; try "
-            f"bpe:{encoding.n_vocab} or less, or more text{' or a larger --tokenizer_bytes' * (limit < TRAINING_BYTES)}"
+            f"--tokenizer bpe:{vocab_size}: {source.name} has text for {n_vocab:,} tokens only; try "
+            f"bpe:{n_vocab} or less, or more text{' or a larger --tokenizer_bytes' * (limit < TRAINING_BYTES)}"
         )
     return trained
 
 
 def choose_texts(source: Source, text_field: str, limit: int, bar: ProgressBar) -> Iterator[list[str]]:
-    """Choose documents by their position, up to `limit` bytes of text, and yield those of each part.
+    """Choose documents by their position, up to `limit` bytes of text, and yield those of each block.
 
     Documents of local files are spread over all of the text. Of files on a network, the beginning of each is taken, so
     that the rest need not be requested; of a stream of rows, the beginning.
     """
-    total, taken = sum(source.sizes), 0
+    total = sum(source.sizes)
+    taken = 0
     for file, before in enumerate(accumulate(source.sizes[:-1], initial=0)):
-        for part in source.parts(text_field, 0, file, in_place=True):
-            if part.file != file:
+        size = source.sizes[file]
+        begin = 0  # of the block in the file
+        for block in source.blocks(text_field, 0, Place(file)):
+            if block.file != file:
                 break
-            until = before + (source.sizes[file] if source.remote else part.end)
-            due = limit * until // total if total else limit
             texts: list[str] = []
-            for document in read_documents(part, text_field) if taken < due else ():
+            documents = list(read_documents(block, text_field))
+            for number, document in enumerate(documents, start=1):
+                until = size if source.remote else begin + (block.progress - begin) * number // len(documents)
+                due = limit * (before + until) // total if total else limit
                 if isinstance(document.text, str) and taken < due:
                     data = repair(document.text).encode()[: limit - taken]
-                    texts += cut_document(data.decode(errors="ignore"))
+                    texts += [piece for piece, _ in cut_document(data.decode(errors="ignore"))]
                     taken += len(data)
             yield texts
-            bar.update(before + part.end - bar.n)
-            if taken >= (due if source.remote else limit):
+            begin = block.progress
+            bar.update(before + begin - bar.n)
+            if taken >= (limit * (before + size) // total if source.remote else limit):
                 break
         if taken >= limit:
             return

@@ -400,6 +400,25 @@ def test_restore_skips_checkpoints_that_are_not_whole(url, capsys, how):
     assert f"skipped      {url}/{latest.name}: " in out
 
 
+def test_a_restore_continues_after_lost_connections_and_in_the_file_of_an_earlier_start(store, saver_in, tmp_path):
+    saver = saver_in()
+    saver.save(1, "rolling_step_000001.pt")
+    saver.uploaded()
+    [entry] = set(saver.mirror.index().checkpoints.values())
+    content = Path(tmp_path, "there", entry.file).read_bytes()
+    mirror = Mirror(f"{store.url}/run")
+    store.put(f"run/{entry.file}", content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steadygpt.data.stores.BLOCK_BYTES", len(content) // 7)
+        patch.setattr("steadygpt.base.retry.sleep", lambda _: None)
+        patch.setattr("steadygpt.base.retry.PATIENCE_S", 5.0)
+        (tmp_path / f".{entry.file}.tmp").write_bytes(content[: len(content) // 3])
+        store.fail(f"GET .*{entry.file}.* bytes=[1-9]", times=2, status=503)
+        path, _ = mirror.download(entry, tmp_path)
+    assert path.read_bytes() == content
+    assert store.sent(f"GET .*{entry.file}.* bytes") <= len(content) * 2 / 3 + 1
+
+
 def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(url, capsys):
     latest = Path("one/latest.pt")
     tell(f"{FIRST}\nmv one/latest.pt kept; mkdir one/latest.pt")

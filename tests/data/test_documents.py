@@ -1,11 +1,11 @@
-"""Tests of steadygpt/data/documents.py: parts that any process can read, with the documents of the whole."""
+"""Tests of steadygpt/data/documents.py: blocks that continue from any of them, with the documents of the whole."""
 
 import contextlib
 import gzip
-import io
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
 from steadygpt.data import documents as chunks
-from steadygpt.data import sources
-from steadygpt.data.documents import Cut, OnDisk, cut_document, read_documents
-from steadygpt.data.sources import Source
+from steadygpt.data.documents import Block, cut_document, read_documents
+from steadygpt.data.sources import Place, Source
 
 PACKED = {
     "jsonl": bytes,
@@ -29,7 +28,6 @@ PACKED = {
 
 def write(folder, kind: str, texts: list[str]) -> Source:
     """Write texts as two files of a kind, and open them as a source."""
-    chunks._open_table.cache_clear()  # other files had the same names
     for number, half in enumerate((texts[: len(texts) // 2], texts[len(texts) // 2 :])):
         path = folder / f"{number}.{kind}"
         if kind == "txt":
@@ -42,38 +40,29 @@ def write(folder, kind: str, texts: list[str]) -> Source:
     return Source("files", sorted(folder.iterdir()))
 
 
-def documents(source: Source, file: int = 0, number: int = 0) -> list[tuple[int, str]]:
-    """Read (file, text) of all documents from a part on; the pieces of a text are joined."""
+def blocks_from(source: Source, first: Place = Place()) -> list[Block]:  # noqa: B008 (a tuple)
+    return list(source.blocks("text", 0, first))
+
+
+def documents(source: Source) -> list[tuple[int, str]]:
+    """Read (file, text) of all documents; what a text has in several blocks is joined."""
     found: list[tuple[int, str]] = []
-    for part in source.parts("text", 0, file, number):
-        for text, is_begin in read_documents(part, "text"):
-            if not is_begin and found and found[-1][0] == part.file:
+    for block in blocks_from(source):
+        for _, text, is_begin in read_documents(block, "text"):
+            if not is_begin:
                 text = found.pop()[1] + text
-            found.append((part.file, text if isinstance(text, str) else repr(text)))
+            found.append((block.file, text if isinstance(text, str) else repr(text)))
     return found
 
 
 @contextlib.contextmanager
-def units_of(num_bytes: int) -> Iterator[pytest.MonkeyPatch]:
-    """Divide files into small units."""
+def blocks_of(num_bytes: int) -> Iterator[pytest.MonkeyPatch]:
+    """Read files in small blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "UNITS", 1)
-        patch.setattr(sources, "UNIT_BYTES", num_bytes)
+        patch.setattr(chunks, "BLOCK_BYTES", num_bytes)
         patch.setattr(chunks, "CUT_WINDOW", 20)
         patch.setattr(chunks, "ROWS_AT_ONCE", 3)
         yield patch
-
-
-@pytest.fixture(params=[24, 10_000])
-def patch(request) -> Iterator[pytest.MonkeyPatch]:
-    """Small units, and the patch that makes them."""
-    with units_of(request.param) as patch:
-        yield patch
-
-
-def read_over_a_network(patch: pytest.MonkeyPatch) -> None:
-    """Cut files as if they were not on this machine."""
-    patch.setattr(sources, "Cut", lambda *about: Cut(*about[:-1], None))
 
 
 @pytest.mark.parametrize("kind", ["txt", "parquet", *PACKED])
@@ -81,58 +70,70 @@ def read_over_a_network(patch: pytest.MonkeyPatch) -> None:
     st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40), st.sampled_from([24, 64, 10_000])
 )
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_parts_hold_every_document_wherever_reading_begins_and_the_file_is(kind, tmp_path, texts, unit):
+def test_blocks_hold_every_document_wherever_reading_begins(kind, tmp_path, texts, num_bytes):
     halves = [texts[: len(texts) // 2], texts[len(texts) // 2 :]]
-    expected = [["".join(half)] for half in halves] if kind == "txt" else halves
-    with units_of(unit) as patch:
+    expected = [["".join(half)] for half in halves if "".join(half)] if kind == "txt" else halves
+    with blocks_of(num_bytes):
         source = write(tmp_path, kind, texts)
-        whole, found = documents(source), list(source.parts("text", 0))
-        for begin, part in enumerate(found):
-            assert list(source.parts("text", 0, part.file, part.number)) == found[begin:]
-        read_over_a_network(patch)
-        sent = list(source.parts("text", 0))
-        of_both = [[repr(list(read_documents(part, "text"))) for part in parts] for parts in (found, sent)]
+        whole = documents(source)
+        blocks = blocks_from(source)
+        for number, block in enumerate(blocks):
+            for place in (Place(block.file, block.at, block.row), Place(block.file, block.end, block.end_row)):
+                rest = blocks[number + (place.at == block.end) :]
+                assert [repr(found) for found in blocks_from(source, place)] == [repr(found) for found in rest]
     skipped = "ValueError('no text')"
-    assert whole == [(n, text if text.strip() else skipped) for n, half in enumerate(expected) for text in half] or (
-        # Of a text with more than one part, the first part's spaces are kept.
-        kind == "txt" and [text for _, text in whole if text.strip()] == [text for [text] in expected if text.strip()]
-    )
-    ends = [sum(source.sizes[: part.file]) + part.end for part in found]
-    assert ends == sorted(ends) and (not ends or ends[-1] == sum(source.sizes))
-    assert not any(isinstance(part.data, OnDisk) for part in sent)
-    assert [part._replace(data=0) for part in found] == [part._replace(data=0) for part in sent]
-    assert of_both[0] == of_both[1]
+    if kind == "txt":  # of a text with more than one block, the first block's spaces are kept
+        assert [text for _, text in whole if text.strip() and text != skipped] == [
+            text for [text] in expected if text.strip()
+        ]
+    else:
+        assert whole == [(n, text if text.strip() else skipped) for n, half in enumerate(expected) for text in half]
+        assert sum(block.end_row - block.row for block in blocks) == len(texts)
+    places = [sum(source.sizes[: block.file]) + block.progress for block in blocks]
+    assert places == sorted(places) and places[-1] == sum(source.sizes)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_line_that_is_too_long_is_skipped_and_not_read_whole(patch, tmp_path, in_place):
-    patch.setattr(chunks, "LONGEST_LINE", 500)
+@pytest.mark.parametrize("num_bytes", [24, 10_000])
+def test_a_line_that_is_too_long_is_skipped_and_not_sent_to_a_worker(num_bytes, tmp_path):
     texts = ["a", "b" * 3000, "c", "d" * 400, "e" * 500]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    skipped = "ValueError('a line of 500 bytes or more')"
-    if not in_place:
-        read_over_a_network(patch)
     source = Source("files", [tmp_path / "a.jsonl"])
-    assert [text for _, text in documents(source)] == ["a", skipped, "c", "d" * 400, skipped]
-    for part in source.parts("text", 0) if not in_place else ():
-        assert len(part.data) <= 500 + 2 * source.unit_bytes
+    with blocks_of(num_bytes) as patch:
+        patch.setattr(chunks, "LONGEST_LINE", 450)
+        blocks = blocks_from(source)
+        found = [(row, text) for block in blocks for row, text, _ in read_documents(block, "text")]
+    assert [row for row, _ in found] == list(range(5))
+    if num_bytes == 24:  # otherwise a block has all lines
+        reason = "a line of 450 bytes or more"
+        assert [str(text) for _, text in found] == ["a", reason, "c", "d" * 400, reason]
+        assert max(len(block.data) for block in blocks) <= 450 + num_bytes
 
 
 TEXT = st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300).map(str.encode)
 
 
 @given(TEXT | st.binary(max_size=300) | st.lists(TEXT | st.just(b"\x80" * 50)).map(b"".join), st.integers(8, 40))
-@settings(max_examples=80, deadline=None)
-def test_a_text_is_cut_at_the_same_places_from_wherever_reading_begins(data, unit):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CUT_WINDOW", 20)
-        whole = list(chunks.cut_pieces(io.BytesIO(data), 0, 0, unit))
-        for number in range(len(whole)):
-            begin = max(0, number * unit - chunks.CUT_BEFORE)
-            assert list(chunks.cut_pieces(io.BytesIO(data[begin:]), begin, number, unit)) == whole[number:]
-    assert b"".join(whole) == data
-    with contextlib.suppress(UnicodeDecodeError):  # of a text in UTF-8, no character is cut
-        assert "".join(piece.decode() for piece in whole if data.decode()) == data.decode()
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
+    path = Path(tmp_path, "a.txt")
+    path.write_bytes(data)
+    with blocks_of(num_bytes) as patch:
+        patch.setattr(chunks, "check_text", lambda *_: None)
+        patch.setattr(chunks, "PACKED", {})
+        patch.setattr(chunks, "MARKS", {})
+        blocks = [block.data for block in blocks_from(Source("files", [path]))]
+    assert b"".join(blocks) == data
+    with contextlib.suppress(UnicodeDecodeError):
+        assert "".join(block.decode() for block in blocks if data.decode()) == data.decode()
+
+
+@given(st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=3000), st.integers(1, 400))
+@settings(max_examples=100, deadline=None)
+def test_pieces_of_a_document_are_short_and_whole(text, piece_bytes):
+    pieces = list(cut_document(text, piece_bytes))
+    assert "".join(piece for piece, _ in pieces) == text
+    window = max(chunks.LEAST_WINDOW, piece_bytes)
+    assert all(size == len(piece.encode()) <= piece_bytes + window for piece, size in pieces)
 
 
 def test_a_byte_order_mark_and_line_ends_are_read_as_before(tmp_path):
@@ -155,10 +156,10 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_a_million_spaces_are_cut(tmp_path):
     (tmp_path / "a.txt").write_bytes(b" " * 2_000_000)
     source = Source("files", [tmp_path / "a.txt"])
-    pieces = [text for part in source.parts("text", 0) for text, _ in read_documents(part, "text")]
-    assert sum(map(len, pieces)) == 2_000_000
-    assert max(map(len, pieces)) <= source.unit_bytes + chunks.CUT_WINDOW
-    assert max(map(len, cut_document(" " * 2_000_000))) <= 2 * chunks.PIECE_BYTES
+    texts = [text for block in blocks_from(source) for _, text, _ in read_documents(block, "text")]
+    assert sum(map(len, texts)) == 2_000_000
+    assert max(map(len, texts)) <= chunks.BLOCK_BYTES + chunks.CUT_WINDOW
+    assert max(size for _, size in cut_document(" " * 2_000_000)) <= 2 * chunks.PIECE_BYTES
 
 
 def test_invalid_utf8_in_parquet_is_read_as_in_other_files(tmp_path):
@@ -174,6 +175,6 @@ def test_empty_row_groups_and_columns_with_a_dot_are_read(field, tmp_path):
     with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", halves[0].schema) as writer:
         for half in halves:
             writer.write_table(half)
-    found = list(Source("files", [tmp_path / "a.parquet"]).parts(field, 0))
-    assert [text for part in found for text, _ in read_documents(part, field)] == ["a", "b", "c"]
-    assert all(part.num_bytes > 0 for part in found)
+    found = list(Source("files", [tmp_path / "a.parquet"]).blocks(field, 0, Place()))
+    assert [text for block in found for _, text, _ in read_documents(block, field)] == ["a", "b", "c"]
+    assert all(block.num_bytes > 0 for block in found)

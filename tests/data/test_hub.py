@@ -3,8 +3,7 @@
 import errno
 import io
 import random
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -40,101 +39,101 @@ def retries(capsys) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# downloads
+# reading in place
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_a_file_that_always_arrives_corrupted_is_given_up(repo, standin):
+def read(repo: Repo) -> bytes:
+    """Return the content of the file, read in place."""
     (file,) = hub.files_at(repo, [FILE])
-    with pytest.raises(UserError, match=r"corrupted in 3 downloads; check the memory and disk"):
-        replace(file, sha256="0" * 64).download(repo.snapshot / FILE, int)
-    assert not (repo.snapshot / FILE).exists()
-
-
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_download_resumes_from_its_partial_file_after_a_reset_and_a_kill(is_damaged, repo, standin, capsys):
-    (file,), seen = hub.files_at(repo, [FILE]), []
-
-    def die(count: int) -> None:
-        seen.append(count)
-        if count > 2_000_000:
-            raise Killed
-
-    standin.fail("GET .*train.parquet", drop_after=1_000_000)
-    with pytest.raises(Killed):
-        file.download(repo.snapshot / FILE, die)
-    if is_damaged:  # as by a crash of the machine
-        with open(repo.snapshot / f"{FILE}.part", "r+b") as part:
-            part.write(b"other")
-    assert file.download(repo.snapshot / FILE, seen.append).read_bytes() == DATA
-    assert capsys.readouterr().err.count("corrupted in transit; downloading it again") == is_damaged
-    if is_damaged:
-        return
-    starts = sorted(int(line.split("bytes=")[1].split("-")[0]) for line, _ in standin.log if FILE in line)
-    assert starts[0] == 0 < starts[1] < 1_500_000  # the stand-in sends whole blocks
-    assert starts[2:] == [next(count for count in seen if count > 2_000_000)]
-    assert seen == sorted(seen)
-    assert seen[-1] == len(DATA)
-
-
-def test_two_commands_download_the_same_file_one_after_the_other(repo, standin, monkeypatch):
-    monkeypatch.setattr(retry, "passing_cause", lambda _: None)  # a damaged download is an error, not a retry
-    standin.fail("GET .*train.parquet", times=-1, bytes_per_s=6e6)
-    with ThreadPoolExecutor(2) as pool:
-        for path in pool.map(lambda _: fetch(repo, FILE), range(2)):
-            assert path.read_bytes() == DATA
+    with file.open() as opened:
+        return opened.read()
 
 
 def test_a_hub_that_is_gone_is_waited_for_for_25_minutes(repo, standin, clock, capsys):
     standin.fail("GET .*train.parquet", status=429, headers={"Retry-After": "7"})
     standin.fail("GET .*train.parquet", times=13, status=503)
-    assert fetch(repo, FILE).read_bytes() == DATA
+    assert read(repo) == DATA
     assert 500 < clock[0] < 700
     first, *others = retries(capsys)
     assert first == f"hf:some/corpus/{FILE}: HTTP 429 Too Many Requests; retrying in 7 s"
     assert len(others) == 13  # about one a minute
     standin.fail("GET .*train.parquet", times=-1, status=503)
-    (repo.snapshot / FILE).unlink()
     start_s = clock[0]
     with pytest.raises(UserError, match=r"no answer .HTTP 503 Service Unavailable.; check"):
-        fetch(repo, FILE)
+        read(repo)
     assert retry.PATIENCE_S <= clock[0] - start_s < retry.PATIENCE_S + 2 * retry.LONGEST_PAUSE_S
 
 
 def test_every_byte_that_arrives_restores_the_patience(repo, standin, clock, capsys, monkeypatch):
     monkeypatch.setattr(retry, "PATIENCE_S", 2.0)
     standin.fail("GET .*train.parquet", times=20, drop_after=100_000)
-    assert fetch(repo, FILE).read_bytes() == DATA
+    assert read(repo) == DATA
     assert {line.rpartition("; ")[2] for line in retries(capsys)} == {"retrying in 1 s"}
 
 
-def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(remote, "open", lambda path, mode: Full(path, mode), raising=False)
-    with pytest.raises(OSError, match=r"No space left on device: .*snapshots/.*part") as raised:
-        fetch(repo, FILE)
-    assert raised.value.errno == errno.ENOSPC
-    assert not retries(capsys)
-
-
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8), seed=st.integers())
-def test_a_file_read_in_place_has_the_bytes_of_the_file(repo, standin, reads, seed):
+@given(
+    reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8),
+    drops=st.lists(st.integers(0, 200_000), max_size=4),
+)
+def test_a_file_read_in_place_has_the_bytes_of_the_file_wherever_connections_are_lost(repo, standin, reads, drops):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "READ_AHEAD", 50_000)
-        standin.fail("GET .*train.parquet", times=random.Random(seed).randrange(3), drop_after=70_000)
+        standin.forget()
+        for drop in drops:
+            standin.fail("GET .*train.parquet", drop_after=drop)
         file = hub.files_at(repo, [FILE])[0].open()
         for position, count in reads:
             file.seek(position)
             assert file.read(count) == DATA[position : position + count]
         assert file.seek(-10, io.SEEK_END) == len(DATA) - 10
         assert file.read() == DATA[-10:]
+
+
+def test_after_a_lost_connection_only_the_rest_is_requested(repo, standin):
+    for drop in (1_000_000, 700_000):
+        standin.fail("GET .*train.parquet", drop_after=drop)
+    assert read(repo) == DATA
+    starts = [int(line.split("bytes=")[1].split("-")[0]) for line, _ in standin.log if FILE in line]
+    assert len(starts) == 3
+    assert starts[0] < 900_000 < starts[1] < 1_100_000 < 1_500_000 < starts[2]  # the stand-in sends whole blocks
+
+
+@pytest.mark.parametrize("content", [DATA[:-1], DATA[::-1]], ids=["of another size", "of the same size"])
+def test_a_file_that_changes_while_it_is_read_is_one_clear_error(content, repo, standin, capsys, monkeypatch):
+    monkeypatch.setattr(remote, "READ_AHEAD", 50_000)
+    file = hub.files_at(repo, [FILE])[0].open()
+    assert file.read(1000) == DATA[:1000]
+    standin.commits["datasets/some/corpus", repo.commit] = {FILE: content}
+    with pytest.raises(UserError, match=rf"^hf:some/corpus/{FILE}: changed .* while it was read; run this again$"):
+        file.read()
+    assert not retries(capsys)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the cache
+
+
+def test_a_file_is_downloaded_to_the_cache_once_and_again_after_a_fault(repo, standin, capsys):
+    standin.fail("GET .*train.parquet", status=503)
+    standin.fail("GET .*train.parquet", drop_after=1_000_000)
+    for _ in range(2):
+        assert fetch(repo, FILE).read_bytes() == DATA
+    assert retries(capsys)[0] == f"hf:some/corpus/{FILE}: HTTP 503 Service Unavailable; retrying in 1 s"
+    standin.log.clear()
+    assert read(repo) == DATA
+    assert not standin.sent(FILE)
+    with pytest.raises(UserError, match=r"^hf:some/corpus/none: no such file on the Hugging Face Hub; check"):
+        fetch(repo, "none")
+
+
+def test_a_full_disk_is_no_reason_to_try_again(repo, capsys, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", Mock(side_effect=full))
+    with pytest.raises(OSError, match=r"No space left on device: .*datasets--some--corpus") as raised:
+        fetch(repo, FILE)
+    assert raised.value.errno == errno.ENOSPC
+    assert not retries(capsys)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

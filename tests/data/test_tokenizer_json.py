@@ -15,7 +15,7 @@ from steadygpt.base.options import UserError
 from steadygpt.data import documents
 from steadygpt.data.documents import cut_document
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, fetch_json, get_tokenizer, load_tokenizer
-from steadygpt.data.tokenizer_json import GPT2_PATTERN, from_json, to_json
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, to_json
 from steadygpt.data.train_tokenizer import train_bpe
 
 LLAMA3 = (
@@ -64,8 +64,15 @@ def byte_tokenizer(special: dict[str, int], first_id: int = 0, **changes) -> str
     ranks = {bytes([byte]): first_id + byte for byte in range(256)}
     base = get_tokenizer("bytes").encoding
     content = json.loads(to_json(type(base)("", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})))
-    content["added_tokens"] = [{"content": token, "id": i, "special": True} for token, i in special.items()]
+    content["model"]["vocab"] |= special  # so that the library accepts gaps between their ids
+    content["added_tokens"] = [added_token(token, i, special=True) for token, i in special.items()]
     return json.dumps(content | changes)
+
+
+def added_token(text: str, i: int, **changes) -> dict:
+    """Return an entry of added_tokens that is not special."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"content": text, "id": i} | flags | changes
 
 
 def loaded(text: str):
@@ -128,9 +135,7 @@ def test_ids_of_every_character_are_those_of_the_library(name):
 @settings(max_examples=100, deadline=None)
 def test_pieces_of_a_document_have_the_ids_of_the_whole(name, text, length):
     ours, _ = both(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_BYTES", length)
-        pieces = list(cut_document(text))
+    pieces = [piece for piece, _ in cut_document(text, length)]
     assert "".join(pieces) == text
     # A piece without the end of a word is cut anywhere, and its ids may differ.
     if all(piece[-1:].strip() and after[:1] == " " for piece, after in pairwise(pieces)):
@@ -151,7 +156,8 @@ def test_the_identity_depends_on_what_determines_ids_only():
     def identity(**changes) -> str:
         return loaded(json.dumps(content | changes)).sha256
 
-    assert identity(truncation=None, post_processor=None, version="1.1") == identity()
+    truncation = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    assert identity(truncation=truncation, post_processor=None) == identity()
     pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     assert identity(model=content["model"] | {"merges": pairs}) == identity()
     others = [
@@ -171,9 +177,7 @@ def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
 
 
 def test_unused_ids_and_added_tokens_inside_the_vocabulary_are_accepted():
-    content = json.loads(byte_tokenizer({END_OF_TEXT: 300, "<|a|>": 999}))
-    content["model"]["vocab"][END_OF_TEXT] = 300  # as in GPT-2's file
-    ours = loaded(json.dumps(content))
+    ours = loaded(byte_tokenizer({END_OF_TEXT: 300, "<|a|>": 999}))
     assert (ours.n_vocab, ours.document_id) == (1000, 300)
     assert ours.encode(f"a{END_OF_TEXT}") == list(f"a{END_OF_TEXT}".encode())
     assert ours.decode([97, 500, 999, 98]) == "a<|a|>b"
@@ -201,6 +205,7 @@ def swapped_merges() -> list:
     (lambda: "[]", "not a tokenizer.json"),
     (lambda: "[" * 100_000, "not a tokenizer.json"),
     (lambda: '{"model": 3}', "not a tokenizer.json"),
+    (lambda: changed(version="9"), "the library tokenizers cannot read it (Unknown tokenizer version '9'"),
     (lambda: changed(model={"type": "WordPiece"}), "found model WordPiece"),
     (lambda: changed(model={"type": "Unigram"}), "found model Unigram"),
     (lambda: changed(model={"dropout": 0.1}), 'found model BPE {"dropout": 0.1}'),
@@ -215,20 +220,25 @@ def swapped_merges() -> list:
     (lambda: changed(pre_tokenizer=split(r"(?i:ss)|[\s\S]")), "found pre_tokenizer"),
     (lambda: changed(pre_tokenizer=split(r"a(?=b)|[\s\S]")), "found pre_tokenizer"),
     (lambda: changed(pre_tokenizer=split(LLAMA3, behavior="Removed")), "found pre_tokenizer"),
-    (lambda: changed(pre_tokenizer=split(r"\p{L}+|\s+")), "a pattern that some characters do not match"),
+    (lambda: changed(pre_tokenizer=split(r"\p{L}+|\s+")), "other ids than in the library tokenizers for "),
     (lambda: changed(decoder=None), "found decoder null"),
     (lambda: changed(model={"merges": swapped_merges()}), "without a merge in the order of the ids"),
-    (lambda: changed(model={"merges": []}), "without a merge in the order of the ids"),
+    (lambda: changed(model={"merges": []}), "which its merges in their order do not give"),
+    (lambda: changed(model={"merges": [], "ignore_merges": True}), "which its merges in their order do not give"),
     (lambda: changed(model={"vocab": {"a": 1}, "merges": []}), "found no token for the byte 0"),
-    (lambda: changed(added_tokens=[{"content": "x", "id": 3}]), "not unique or out of range"),
-    (lambda: byte_tokenizer({"x": 2**24}), "not unique or out of range"),
-    (lambda: changed(added_tokens=[{"content": "<mask>", "id": 900, "lstrip": True}]), "'<mask>' with lstrip, but"),
-    (lambda: changed(added_tokens=[{"content": "a b", "id": 900}]), "'a b' with a space within"),
+    (lambda: changed(added_tokens=[added_token("x", 3)]), "not unique or out of range"),
+    (lambda: byte_tokenizer({"<x>": 2**24}), "not unique or out of range"),
+    (lambda: changed(added_tokens=[added_token("<x>", 900)]), "'<x>' has the id 900, but 700 in the library"),
+    (lambda: changed(added_tokens=[added_token("", 700)]), "'' has the id 700, but None in the library"),
+    (lambda: changed(added_tokens=[added_token("<x>", 700, lstrip=True)]), "other ids than in the library"),
+    (lambda: changed(added_tokens=[added_token("<x>", 700, rstrip=True)]), "other ids than in the library"),
+    (lambda: changed(added_tokens=[added_token("<x>", 700, single_word=True)]), "for 'a<x>b <x>': found"),
+    (lambda: changed(added_tokens=[added_token("a b", 700)]), "'a b' with a space within"),
     (lambda: pattern_tokenizer(r"[^\n]+|\n"), "which has a space within"),
 ])  # fmt: skip
 def test_what_cannot_be_converted_exactly_is_refused_in_one_line(change, problem):
     with pytest.raises(UserError) as raised:
-        from_json(change(), "x.json", is_known=False)
+        loaded(change())
     message = str(raised.value)
     assert message.startswith("x.json: ") and problem in message
     assert "; expected byte-level BPE" in message and "\n" not in message and len(message) < 700

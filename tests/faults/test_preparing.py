@@ -23,7 +23,7 @@ from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture
 from test_upload import use_store
 
 OF_HUB = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000 "
-MODES = {"downloading": "", "streaming": "--streaming", "tokenizing": "--keep_download"}
+MODES = {"in place": "", "downloading": "--keep_download", "in the cache": "--keep_download"}
 SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 storm = pytest.mark.storm
 
@@ -33,8 +33,10 @@ def begin(rank: int, cache: str = "hf") -> None:
     import huggingface_hub.constants
 
     import prepare_dataset
+    from steadygpt.data import documents, sources
 
     prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
+    documents.BLOCK_BYTES = sources.BLOCK_BYTES = 50_000
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
 
@@ -102,7 +104,7 @@ def survive_kills(flags: str, kills: int, stages: int, pause_s: float, faults: t
     """Kill preparations at random instants until they are complete, and compare them with "reference".
 
     Args:
-        stages: the kills come at so many different counts of shards, or with a partial download or without one.
+        stages: the kills come at so many different counts of shards.
         pause_s: time to the kill, at most; if it comes after a new shard, a tenth.
     """
     rng, number, seen, done = random.Random(kills), 0, set(), 0
@@ -113,8 +115,7 @@ def survive_kills(flags: str, kills: int, stages: int, pause_s: float, faults: t
         time.sleep(rng.uniform(0, pause_s / 10 if new_shards else pause_s))
         if run.is_alive():
             run.kill()
-            is_partial = any(path.stat().st_size for path in out.rglob("*.part"))
-            seen.add((len(list(out.glob("*.npy"))), is_partial))
+            seen.add(len(list(out.glob("*.npy"))))
             done += 1
         else:
             assert run.wait() == [0], run.text()
@@ -140,15 +141,14 @@ def workers_left() -> list[psutil.Process]:
 
 KILLS = [
     ("on_disk", "--shard_size 50000", 4, 3),
-    ("on_hub", "--streaming", 4, 2),
+    ("on_hub", "", 4, 2),
     pytest.param("on_disk", "--shard_size 50000", 20, 6, marks=storm),
     pytest.param("on_disk", "--shard_size 50000", 200, 6, marks=storm),
     pytest.param("on_disk", "--shard_size 20000 --tokenizer bpe:600", 20, 6, marks=storm),
     pytest.param("in_store", "--shard_size 50000", 20, 6, marks=storm),
-    pytest.param("in_store", "--shard_size 50000 --streaming", 20, 6, marks=storm),
-    *(pytest.param("on_hub", "", kills, min(4, kills - 2), marks=storm) for kills in (4, 20)),
     *(pytest.param("in_cache", "--keep_download", kills, min(4, kills - 2), marks=storm) for kills in (4, 20)),
-    pytest.param("on_hub", "--streaming", 20, 4, marks=storm),
+    pytest.param("on_hub", "", 20, 4, marks=storm),
+    pytest.param("on_hub", "--keep_download", 20, 2, marks=storm),
 ]
 
 
@@ -178,9 +178,9 @@ def test_preparing_survives_kills_at_random_instants(where, flags, kills, stages
 # Ctrl-C, disks, the exit status
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "streaming" else storm) for mode in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=storm if mode == "in the cache" else ()) for mode in MODES])
 def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
-    if mode == "tokenizing":
+    if mode == "in the cache":
         finish(f"{OF_HUB} --keep_download", "filling-the-cache")
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 5)
     run = prepare(f"{OF_HUB} {MODES[mode]}", "out")
@@ -198,15 +198,17 @@ def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
 
 
 @pytest.mark.parametrize(("flags", "out", "cache", "files"), [
-    # while a file is downloaded, a shard is written, or the cache grows
-    pytest.param("", "run/out", "hf", ("part", "npy.tmp"), id="downloading"),
-    pytest.param("--streaming", "run/out", "hf", ("npy.tmp",), id="streaming", marks=storm),
-    pytest.param("--keep_download", "out", "run/hf", ("part",), id="keeping", marks=storm),
+    # while a shard is written, or the cache grows
+    pytest.param("", "run/out", "hf", ("npy.tmp", "run/out"), id="in place"),
+    pytest.param("--keep_download", "out", "run/hf", ("datasets--some--corpus",), id="downloading", marks=storm),
 ])  # fmt: skip
 def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(flags, out, cache, files, reference, small_disk):  # noqa: F811
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 2)
     run = prepare(f"{OF_HUB} {flags}", out, cache=cache)
-    wait_for_files(run, Path(out), "manifest.json", 1)  # written after the check of the disk
+    if flags:
+        run.wait_for("downloading the files")
+    else:
+        wait_for_files(run, Path(out), "manifest.json", 1)  # written after the check of the disk
     fill_disk()
     assert run.wait() == [2], run.text()
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
@@ -222,11 +224,10 @@ def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(flags, out, cach
 def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
     """As a user types it; threads that were alive at the exit used to abort it (status 134)."""
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *OF_HUB.split(), "--tokenizer", "bytes"]
-    for mode in (["--streaming"], [])[:times]:  # outside the fault storm, one of them
-        for _ in range(times):
-            done = subprocess.run([*command, "--text_field", "txt", *mode], capture_output=True, text=True)
-            assert done.returncode == 2, done.stderr
-            assert done.stderr.endswith("no field 'txt'; found id, text; set --text_field to the field with the text\n")
+    for _ in range(times):
+        done = subprocess.run([*command, "--text_field", "txt"], capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.endswith("no field 'txt'; found id, text; set --text_field to the field with the text\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,10 +270,9 @@ def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch, s
     assert peaks[1] < peaks[0] + 200e6  # measured: 150 to 156 MB more
 
 
-@pytest.mark.parametrize("mode", ["downloading", pytest.param("streaming", marks=storm)])
-def test_memory_does_not_grow_with_the_data_set(mode, reference):
+def test_memory_does_not_grow_with_the_data_set(reference):
     peaks = []
     for factor in (1, 8):
         HUB.put(CORPUS, corpus(TEXTS, factor))
-        peaks.append(memory_for(f"{OF_HUB} {MODES[mode]}", f"out{factor}"))
+        peaks.append(memory_for(OF_HUB, f"out{factor}"))
     assert peaks[1] < peaks[0] + 20e6
