@@ -177,7 +177,7 @@ def test_an_interrupted_preparation_continues_inside_the_file(hub, monkeypatch):
     hub.log.clear()
     prepare(CORPUS_PART, "out", flags)
     assert files_of("out") == files_of("whole")
-    assert hub.sent("GET .*parquet") < 0.25 * of_whole
+    assert hub.sent("GET .*parquet") < 0.4 * of_whole
 
 
 def test_the_commit_moves_under_an_interrupted_preparation(hub, local_shards, capsys):
