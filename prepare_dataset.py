@@ -579,6 +579,8 @@ def estimate(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
         return 0.0, 0.0
     last = sample[-1]
     read = sum(source.sizes[first.file : last.file]) + last.progress - first.progress
+    if not read:  # the end of a packed file, of which all bytes were read before
+        return 0.0, 0.0
     encode = manifest.encoder(out)
     found = encode(sample)
     if found.spelled:
@@ -718,6 +720,8 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                     hub.fetch(source.repo, file.path)
             return write_missing(source, manifest, out, options, begun is not None)
     assert begun, "the folder has a manifest"
+    for path in out.glob(f"{begun.name}_*.npy.part"):  # left by a kill after the last shard
+        path.unlink()
     print(f"{out}: already complete")
     return begun
 
