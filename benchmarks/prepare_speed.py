@@ -1,6 +1,7 @@
 """Preparing speed, in MB of text per second: prepare_dataset.py with two workers beside a loop of encode_ordinary.
 
     python -m benchmarks.prepare_speed [--megabytes 200] [--before CHECKOUT]
+    python -m benchmarks.prepare_speed --before CHECKOUT --format parquet --workers 1    # only the two checkouts
 
 The text is Python's standard library, repeated. Our sides are the whole command: start-up, reading, tokenizing,
 checksums and writing the shards, with GPT-2's tokenizer and with one of as many tokens that is trained on this text
@@ -15,6 +16,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
 
 from benchmarks.compare import REPO, benchmark_parser, compare
 from steadygpt.data.sources import find_files
@@ -36,6 +40,10 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="of text")
     parser.add_argument("--before", type=Path, help="a checkout of another commit, to compare with")
+    parser.add_argument(
+        "--format", choices=("jsonl", "jsonl.gz", "parquet"), help="of the text; compares checkouts only"
+    )
+    parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in find_files("stdlib")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -47,10 +55,18 @@ def main() -> None:
                 if written > args.megabytes * 1e6:
                     break
 
+        source = folder / f"text.{args.format or 'jsonl'}"
+        if args.format == "jsonl.gz":
+            subprocess.run(["gzip", "-k", str(folder / "text.jsonl")], check=True)
+        if args.format == "parquet":
+            lines = (folder / "text.jsonl").read_text(encoding="utf-8").splitlines()
+            table = pyarrow.table({"text": [json.loads(line)["text"] for line in lines]})
+            pyarrow.parquet.write_table(table, source, row_group_size=1000)
+
         def prepare(tokenizer: str, repo: Path = REPO) -> Path:
             out = folder / f"shards-{time.monotonic_ns()}"
-            command = [sys.executable, str(repo / "prepare_dataset.py"), "--source", str(folder / "text.jsonl")]
-            command += ["--tokenizer", tokenizer, "--num_workers", "2", "--out", str(out)]
+            command = [sys.executable, str(repo / "prepare_dataset.py"), "--source", str(source), "--out", str(out)]
+            command += ["--tokenizer", tokenizer, "--num_workers", str(args.workers)]
             subprocess.run(command, check=True, capture_output=True)
             return out
 
@@ -64,7 +80,12 @@ def main() -> None:
             command = [sys.executable, "-c", program]
             return written / 1e6 / float(subprocess.run(command, cwd=REPO, check=True, capture_output=True).stdout)
 
-        print(f"{written / 1e6:.0f} MB of Python's standard library, 2 workers; training a tokenizer ...")
+        about = f"{written / 1e6:.0f} MB of Python's standard library, {args.workers} workers"
+        if args.format:
+            print(f"{about}, {args.format}")
+            compare({"now": lambda: ours("gpt2"), "before": lambda: ours("gpt2", args.before)}, "MB/s", args)
+            return
+        print(f"{about}; training a tokenizer ...")
         trained = prepare("bpe:50257") / "tokenizer.json"
         sides = {"GPT-2's tokenizer": lambda: ours("gpt2"), "a trained one": lambda: ours(str(trained))}
         if args.before:
