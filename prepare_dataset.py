@@ -73,6 +73,7 @@ DESCRIPTION = (
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
 IN_USE = "wait until it has finished, or use a different --out"
+MOST_WAITING = 64  # units that are encoded but not saved; then a slow disk holds the workers up
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
 VAL_SHARE = 1 / 40
 LARGE_SHARE = 1 / 10  # until val has --val_tokens, where the size of the source is not known
@@ -401,14 +402,11 @@ class Shards:
         self.done = list(manifest.shards)
         self.begun = {"val": 0, "train": 0} | manifest.begun
         self.parts = {split: self._open(split) for split in self.begun}
-        known = {shard["file"] for shard in self.done} | {Path(file.name).name for file in self.parts.values()}
+        kept = {shard["file"] for shard in self.done} | {Path(part.name).name for part in self.parts.values()}
+        pattern = re.compile(rf"{re.escape(self.name)}_(val|train)_\d{{6,}}\.npy(\.part)?")
         for path in out.iterdir():
-            # Left by a start that was killed before it could save the manifest.
-            if (
-                re.fullmatch(rf"{re.escape(self.name)}_(val|train)_\d{{6,}}\.npy(\.part)?", path.name)
-                and path.name not in known
-            ):
-                path.unlink()
+            if pattern.fullmatch(path.name) and path.name not in kept:
+                path.unlink()  # left by a start that was killed before it could save the manifest
 
     def _path(self, split: str) -> Path:
         """Return the path of the next shard of a split."""
@@ -519,7 +517,7 @@ def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, mani
                     if reason != NO_TEXT and named < NAMED_SKIPS:
                         say(f"skipped {row.removeprefix(f'{STDLIB}{os.sep}')}: {reason}")
                         named += 1
-                if saved.done():
+                if saved.done() or len(waiting) == MOST_WAITING:
                     saved.result()
                     saved = writer.submit(shards.save, manifest, waiting)
                     waiting = []
