@@ -73,6 +73,7 @@ DESCRIPTION = (
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
 IN_USE = "wait until it has finished, or use a different --out"
+SAVE_S = 1.0  # between saves of the manifest, at least: each waits for the disk
 MOST_WAITING = 64  # units that are encoded but not saved; then a slow disk holds the workers up
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
 VAL_SHARE = 1 / 40
@@ -504,6 +505,7 @@ def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, mani
         encoded: units and their ids, from the unit at manifest.next on.
     """
     named = 0
+    saved_at_s = time.monotonic()
     waiting: list[dict[str, list[np.ndarray]]] = []  # ids of units that are not saved yet
     with closing(Shards(out, manifest)) as shards:
         with ThreadPoolExecutor(1) as writer:
@@ -517,9 +519,11 @@ def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, mani
                     if reason != NO_TEXT and named < NAMED_SKIPS:
                         say(f"skipped {row.removeprefix(f'{STDLIB}{os.sep}')}: {reason}")
                         named += 1
-                if saved.done() or len(waiting) == MOST_WAITING:
+                is_due = saved.done() and time.monotonic() - saved_at_s >= SAVE_S
+                if is_due or len(waiting) == MOST_WAITING:
                     saved.result()
                     saved = writer.submit(shards.save, manifest, waiting)
+                    saved_at_s = time.monotonic()
                     waiting = []
             saved.result()
         shards.save(manifest, waiting)

@@ -56,10 +56,11 @@ def prepare_interrupted(source: str, out: str, flags: str) -> int:
 
 @pytest.fixture
 def small_units(monkeypatch) -> None:
-    """Read files in units of about 2 kB."""
+    """Read files in units of about 2 kB, and save after each."""
     for module in (documents, sources):
         monkeypatch.setattr(module, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(documents, "CUT_WINDOW", 20)
+    monkeypatch.setattr(prepare_dataset, "SAVE_S", 0)
 
 
 def refused(flags: str, match: str) -> None:

@@ -61,6 +61,7 @@ def small_blocks(monkeypatch) -> None:
     """Let a file have several units."""
     for module in (documents, sources):
         monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(prepare_dataset, "SAVE_S", 0)
 
 
 def fill(store: Server, monkeypatch) -> Server:

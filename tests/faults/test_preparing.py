@@ -36,6 +36,7 @@ def begin(rank: int, cache: str = "hf") -> None:
     from steadygpt.data import documents, sources
 
     prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
+    prepare_dataset.SAVE_S = 0
     documents.BLOCK_BYTES = sources.BLOCK_BYTES = 50_000
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
