@@ -414,8 +414,12 @@ class Shards:
         number = sum(shard["split"] == split for shard in self.done)
         return self.out / f"{self.name}_{split}_{number:06d}.npy"
 
+    def _part(self, split: str) -> Path:
+        """Return the path of the ids that the next shard of a split has so far."""
+        return self._path(split).with_suffix(".npy.part")
+
     def _open(self, split: str) -> IO[bytes]:
-        path = self._path(split).with_suffix(".npy.part")
+        path = self._part(split)
         file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
         num_bytes = self.begun[split] * self.dtype.itemsize
         if file.seek(0, os.SEEK_END) < num_bytes:
@@ -447,7 +451,7 @@ class Shards:
     def _finish(self, split: str) -> Path:
         """Make a shard of the ids that a split has so far; return their file, which the saved manifest still needs."""
         path = self._path(split)
-        part = path.with_suffix(".npy.part")
+        part = self._part(split)
         self.parts[split].close()
         ids = np.memmap(part, self.dtype, "r", shape=(self.begun[split],))
         digest = write_shard(path, ids)
@@ -457,7 +461,7 @@ class Shards:
 
     def complete(self, manifest: Manifest) -> Manifest:
         """Make shards of the rest, and return the complete manifest."""
-        parts = [self._path(split).with_suffix(".npy.part") for split in self.parts]
+        parts = [self._part(split) for split in self.parts]
         for split in self.parts:
             if self.begun[split]:
                 self._finish(split)
@@ -478,7 +482,7 @@ class Shards:
 
     def discard(self) -> None:
         """Remove all that was written."""
-        parts = [self._path(split).with_suffix(".npy.part") for split in self.parts]
+        parts = [self._part(split) for split in self.parts]
         for path in [*parts, *(self.out / shard["file"] for shard in self.done), self.out / MANIFEST]:
             path.unlink()
 

@@ -35,7 +35,7 @@ MAX_FAILED = 10  # consecutive saves, and intervals of timed saves without a goo
 # Left by killed writers and downloads.
 STALE = re.compile(
     r"\.((latest|latest_backup|best_model|stable|rolling_step_\d+|epoch_\d+|step_\d+-[\d.]+)\.pt|(evaluations|run|status)"
-    r"\.json|upload)\.tmp(\.part)?"
+    r"\.json|upload)\.tmp"
 )
 
 

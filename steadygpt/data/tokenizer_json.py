@@ -120,7 +120,7 @@ def _convert(content: dict) -> tuple[tiktoken.Encoding, bool, Literals]:
 
 
 def has_space_within(token: str) -> bool:
-    """Return whether a long text could be cut inside this token, see documents.cut_text."""
+    """Return whether a long text could be cut inside this token, see documents.cut_at."""
     return bool(re.search(r"\S ", token))
 
 

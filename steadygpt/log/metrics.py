@@ -54,9 +54,8 @@ class LineFile:
 
     def __init__(self, path: Path):
         check_regular(path)
-        if (
-            path.exists() and path.stat().st_nlink > 1
-        ):  # of a copy that is made of hard links: the original keeps its own
+        # In a copy that is made of hard links, the original keeps its own file.
+        if path.exists() and path.stat().st_nlink > 1:
             content = path.read_bytes()
             replace_file(path, lambda file: file.write(content))
         self.file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (open as long as the run)

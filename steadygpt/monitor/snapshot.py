@@ -48,9 +48,8 @@ class Snapshot:
     heartbeat_age_s: float  # since status.json was renewed
     saved_at: float | None  # when the last save was written; None: there was none
     curves: dict[str, Curve] = field(default_factory=dict)  # loss and val_loss
-    others: dict[str, "Snapshot"] = field(
-        default_factory=dict
-    )  # runs beside or below this one, without curves, by folder
+    # Runs beside or below this one, without curves, by folder.
+    others: dict[str, "Snapshot"] = field(default_factory=dict)
 
     @classmethod
     def take(cls, folder: Path, status: Status, heartbeat_s: float, **more: Any) -> "Snapshot":
