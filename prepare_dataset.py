@@ -13,7 +13,6 @@ command resumes with the unit after the last one that was saved.
 
 import dataclasses
 import glob
-import json
 import os
 import re
 import shlex
@@ -22,35 +21,21 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
 
 import numpy as np
 
 from steadygpt.base.disk import existing
-from steadygpt.base.durable import fsync, lock_folder, no_link, replace_file
+from steadygpt.base.durable import lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
-from steadygpt.base.typed import Count, read_json
-from steadygpt.data import hub
-from steadygpt.data.documents import NO_TEXT, PIECE_BYTES, Block, cut_document, read_documents, repair, suffix_of
-from steadygpt.data.shards import (
-    DEFAULT_FOLDER,
-    MANIFEST,
-    ShardEntry,
-    check_vocabulary,
-    open_shard,
-    token_dtype,
-    write_shard,
-)
-from steadygpt.data.sources import FINEWEB_EDU, STDLIB, Place, Source, find_source, fingerprint
+from steadygpt.base.typed import read_json
+from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, token_dtype
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
     GPT2_TOKENIZER,
@@ -58,14 +43,19 @@ from steadygpt.data.tokenizer import (
     TokenizerRecord,
     fetch_json,
     load_tokenizer,
-    record_named,
     vocab_size_of,
     vocab_size_to_train,
 )
 from steadygpt.data.tokenizer_check import check_against_library
-from steadygpt.data.train_tokenizer import TRAINING_BYTES, train_tokenizer
-from steadygpt.data.workers import map_in_order
 from steadygpt.machine.host import usable_cores
+from steadygpt.network import hub
+from steadygpt.prepare.documents import PIECE_BYTES, Block, cut_document, read_documents, repair, suffix_of
+from steadygpt.prepare.encode import Encoded
+from steadygpt.prepare.manifest import VAL_SHARE, Manifest
+from steadygpt.prepare.sources import FINEWEB_EDU, Place, Source, find_source, fingerprint
+from steadygpt.prepare.train_tokenizer import TRAINING_BYTES, train_tokenizer
+from steadygpt.prepare.workers import map_in_order
+from steadygpt.prepare.writer import write_shards
 
 DESCRIPTION = (
     "Write token shards from text or token ids in files, object stores, the Hugging Face Hub or Python's library. The "
@@ -73,14 +63,9 @@ DESCRIPTION = (
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
 IN_USE = "wait until it has finished, or use a different --out"
-SAVE_S = 1.0  # between saves of the manifest, at least: each waits for the disk
-MOST_WAITING = 64  # units that are encoded but not saved; then a slow disk holds the workers up
-NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
-VAL_SHARE = 1 / 40
 LARGE_SHARE = 1 / 10  # until val has --val_tokens, where the size of the source is not known
 VAL_BYTES = 400_000_000  # of text in val, at most
 VAL_PIECES = 10  # of the text of val, at least
-LEAST_TOKENS = 100  # of a source with a val split
 SAMPLE_BYTES = 2**20  # of text that is encoded to estimate the number of tokens
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 
@@ -120,70 +105,6 @@ class PrepareOptions:
     keep_download: bool = option(
         False, "download the files of a Hub data set to the Hub's cache first, instead of reading them over the network"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# units -> ids
-
-
-class Encoded(NamedTuple):
-    """The ids of a unit, in pieces that belong to one split each."""
-
-    ids: np.ndarray  # (n,), of the shards' dtype
-    ends: list[int]  # where each piece ends in the ids
-    sizes: list[int]  # bytes of text of each piece; of token ids, how many
-    skipped: Sequence[tuple[str, str]] = ()  # rows that are skipped, as FILE:NUMBER, and the reasons
-    documents: int = 0
-    repaired: int = 0  # characters U+FFFD that replace invalid Unicode
-    spelled: int = 0  # how often texts contain the characters of the document token
-
-
-def encode(
-    unit: list[Block], record: TokenizerRecord, out: Path, vocab_size: int, text_field: str, piece_bytes: int
-) -> Encoded:
-    """Encode the documents of a unit, with the document token before each and nowhere else.
-
-    Token ids are checked instead.
-
-    Args:
-        record: of the tokenizer, whose file is in the folder `out`, if it has one.
-        piece_bytes: longer documents are cut into pieces of about so many bytes.
-    """
-    dtype = token_dtype(vocab_size)
-    if isinstance(unit[0].data, np.ndarray):  # then all blocks are: a source holds text or ids
-        for block in unit:
-            check_vocabulary(block.name, block.data, vocab_size)
-        array = np.concatenate([block.data.astype(dtype) for block in unit])
-        ends = [*range(piece_bytes, len(array), piece_bytes), len(array)]
-        return Encoded(array, ends, np.diff(ends, prepend=0).tolist())
-    tokenizer = load_tokenizer(record, out)
-    begin = np.array([tokenizer.document_id], dtype).tobytes()
-    ids = bytearray()
-    ends = []
-    sizes = []
-    skipped = []
-    documents = 0
-    repaired = 0
-    spelled = 0
-    for block in unit:
-        for row, text, is_begin in read_documents(block, text_field):
-            if not isinstance(text, str):
-                kind = "null" if text is None else type(text).__name__
-                reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
-                skipped.append((f"{block.name}:{row + 1}", reason))
-                continue
-            clean = repair(text)
-            if clean is not text:
-                repaired += clean.count("\ufffd") - text.count("\ufffd")
-            spelled += clean.count(tokenizer.document_token)
-            if is_begin:
-                documents += 1
-                ids += begin
-            for piece, size in cut_document(clean, piece_bytes):
-                ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
-                ends.append(len(ids) // dtype.itemsize)
-                sizes.append(size)
-    return Encoded(np.frombuffer(ids, dtype), ends, sizes, skipped, documents, repaired, spelled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,313 +154,48 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# ids -> shards
+# a new preparation
 
 
-@dataclass(kw_only=True)
-class Manifest:
-    """The content of manifest.json: the options, the shards so far, and where an unfinished preparation resumes."""
+def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
+    """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for."""
+    if source.holds_ids and not options.tokenizer:
+        raise UserError(
+            f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
+        )
+    with lock_folder(out, IN_USE) if TokenizerRecord(options.tokenizer).is_file else nullcontext():
+        check_not_overtaken(options, out, None)
+        record, vocab_size = obtain_tokenizer(options, source, out)
+        manifest = new_manifest(options, source, record, vocab_size)
+        if record.is_file:
+            manifest.save(out)  # for trained_json, if this preparation ends before its first shard
+    return manifest
 
-    source: str
-    name: str
-    tokenizer: str
-    tokenizer_sha256: str = ""  # its identity
-    tokenizer_bytes: Count = 0  # of text that it was trained on here, at most
-    document_token: str = END_OF_TEXT
-    shard_size: Annotated[int, 1]
-    val_tokens: Count | None  # as asked for
-    val_share: Annotated[float, 0, 1] = VAL_SHARE  # of the text, at most
-    piece_bytes: Annotated[int, 1] = PIECE_BYTES  # of text, or token ids, that are in one split together
-    text_field: str
-    commit: str  # of a data set of the Hub
-    files: str  # the source's fingerprint
-    complete: bool = False
-    vocab_size: Count
-    dtype: Annotated[str, "uint16|uint32"]
-    documents: Count = 0
-    repaired: Count = 0
-    spelled: Count = 0
-    skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
-    read: Count = 0  # bytes of text so far, or token ids
-    read_for_val: Count = 0  # of these, in val
-    tokens: Count = 0
-    tokens_for_val: Count = 0
-    shards: list[ShardEntry] = field(default_factory=list)
-    # Until the preparation is complete:
-    next: Place = field(default_factory=Place)  # of the unit after the last one that is saved
-    begun: dict[str, Count] = field(default_factory=dict)  # split -> tokens of its next shard that are saved
 
-    @staticmethod
-    def begin(options: PrepareOptions, source: Source, out: Path) -> "Manifest":
-        """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for.
-
-        Options that are not given depend on the source.
-        """
-        if source.holds_ids and not options.tokenizer:
-            raise UserError(
-                f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
-            )
-        with lock_folder(out, IN_USE) if TokenizerRecord(options.tokenizer).is_file else nullcontext():
-            check_not_overtaken(options, out, None)
-            record, vocab_size = obtain_tokenizer(options, source, out)
-            manifest = Manifest.of(options, source, record, vocab_size)
-            if record.is_file:
-                manifest.save(out)  # for trained_json, if this preparation ends before its first shard
-        return manifest
-
-    @staticmethod
-    def of(options: PrepareOptions, source: Source, record: TokenizerRecord, vocab_size: int) -> "Manifest":
-        """Return the manifest of a new preparation with a tokenizer."""
-        asked = {key: getattr(options, key) for key in ("source", "name", "shard_size", "val_tokens", "text_field")}
-        found: dict[str, Any] = {
-            "commit": source.commit,
-            "files": fingerprint(source.identities),
-            "dtype": token_dtype(vocab_size).name,
-            **{key: getattr(record, key) for key in ("tokenizer", "tokenizer_sha256", "document_token")},
-        }
-        if record.tokenizer.startswith("bpe:"):
-            found["tokenizer_bytes"] = options.tokenizer_bytes or TRAINING_BYTES
-        return Manifest(**asked, **found, vocab_size=vocab_size)
-
-    @staticmethod
-    def load(out: Path, options: PrepareOptions) -> "Manifest | None":
-        """Read the manifest that an earlier run of the same preparation left; None if it has saved nothing."""
-        advice = f"use a different --out, or empty {out}"
-        try:
-            manifest = read_json(out / MANIFEST, Manifest, f"so it is not a manifest; {advice}")
-        except FileNotFoundError:
-            if foreign := sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin")):
-                raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
-            return None
-        except NotADirectoryError:
-            raise UserError(f"--out {out} is a file; expected a folder") from None
-        if not (manifest.shards or manifest.next != Place()):
-            return None
-        asked, path = dict(vars(options)), Path(options.tokenizer)
-        if path.suffix == ".json" and path.exists():  # the content counts, not the name
-            is_same = record_named(options.tokenizer).tokenizer_sha256 == manifest.tokenizer_sha256
-            asked["tokenizer"] = manifest.tokenizer if is_same else f"a different one in {path}"
-        differ = [
-            f"{key} {getattr(manifest, key)!r}, but now it is {now!r}"
-            for key, now in asked.items()
-            if hasattr(manifest, key) and now not in (None, "", getattr(manifest, key))
-        ]
-        if differ:
-            raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
-        for path, num_tokens in ((out / shard["file"], shard["tokens"]) for shard in manifest.shards):
-            if not path.exists() or open_shard(path).num_tokens != num_tokens:
-                raise UserError(
-                    f"{path}: missing or damaged, though {MANIFEST} lists it; empty {out} and prepare it again"
-                )
-        return manifest
-
-    def encoder(self, out: Path) -> Callable[[list[Block]], Encoded]:
-        """Return the function that encodes a unit, for workers."""
-        return partial(
-            encode, record=TokenizerRecord.of(vars(self)), out=out, vocab_size=self.vocab_size,
-            text_field=self.text_field, piece_bytes=self.piece_bytes,
-        )  # fmt: skip
-
-    def save(self, out: Path) -> None:
-        """Replace the manifest atomically."""
-        content = vars(self) | {"next": self.next._asdict()}
-        if self.complete:
-            del content["next"], content["begun"]
-        replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
-
-    def add(self, found: Encoded) -> dict[str, list[np.ndarray]]:
-        """Count a unit, and return the ids of each split.
-
-        A piece of text goes to val if val then still has at most its share of all that was read. So val is spread over
-        the source, and never larger.
-        """
-        ids: dict[str, list[np.ndarray]] = {"val": [], "train": []}
-        begin = 0
-        for end, size in zip(found.ends, found.sizes, strict=True):
-            self.read += size
-            is_val = self.read_for_val + size <= self.val_share * self.read
-            if self.val_tokens is not None and self.tokens_for_val >= self.val_tokens:
-                is_val = False
-            if is_val:
-                self.read_for_val += size
-                self.tokens_for_val += end - begin
-            ids["val" if is_val else "train"].append(found.ids[begin:end])
-            begin = end
-        self.documents += found.documents
-        self.repaired += found.repaired
-        self.spelled += found.spelled
-        self.tokens += len(found.ids)
-        self.skipped = Counter(self.skipped) + Counter(reason for _, reason in found.skipped)
-        return ids
-
-    def counts(self) -> str:
-        """Return what was read, in words."""
-        notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
-        notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
-        if self.repaired:
-            notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
-        if self.spelled:
-            notes.append(f"{self.spelled:,} {self.document_token} inside texts encoded as text")
-        return ", ".join([*notes, f"{self.tokens:,} tokens"])
+def new_manifest(options: PrepareOptions, source: Source, record: TokenizerRecord, vocab_size: int) -> Manifest:
+    """Return the manifest of a new preparation with a tokenizer."""
+    is_trained = record.tokenizer.startswith("bpe:")
+    return Manifest(
+        source=options.source,
+        name=options.name,
+        tokenizer=record.tokenizer,
+        tokenizer_sha256=record.tokenizer_sha256,
+        tokenizer_bytes=(options.tokenizer_bytes or TRAINING_BYTES) if is_trained else 0,
+        document_token=record.document_token,
+        shard_size=options.shard_size,
+        val_tokens=options.val_tokens,
+        text_field=options.text_field,
+        commit=source.commit,
+        files=fingerprint(source.identities),
+        vocab_size=vocab_size,
+        dtype=token_dtype(vocab_size).name,
+    )
 
 
 def check_not_overtaken(options: PrepareOptions, out: Path, manifest: Manifest | None) -> None:
     """Check that a folder, which is now locked, has what it had before."""
-    if Manifest.load(out, options) != manifest:
+    if Manifest.load(out, vars(options)) != manifest:
         raise UserError(f"{out}: another command has written shards meanwhile; run this again")
-
-
-class Shards:
-    """The shards of a folder. The ids of the next shard of each split are in a file NAME.part, which only grows.
-
-    So the last saved manifest always fits the files. save() runs in a thread, so that workers get units meanwhile.
-    """
-
-    def __init__(self, out: Path, manifest: Manifest):
-        self.out = out
-        self.name = manifest.name
-        self.shard_size = manifest.shard_size
-        self.dtype = np.dtype(manifest.dtype)
-        self.done = list(manifest.shards)
-        self.begun = {"val": 0, "train": 0} | manifest.begun
-        self.parts = {split: self._open(split) for split in self.begun}
-        kept = {shard["file"] for shard in self.done} | {Path(part.name).name for part in self.parts.values()}
-        pattern = re.compile(rf"{re.escape(self.name)}_(val|train)_\d{{6,}}\.npy(\.part)?")
-        for path in out.iterdir():
-            if pattern.fullmatch(path.name) and path.name not in kept:
-                path.unlink()  # left by a start that was killed before it could save the manifest
-
-    def _path(self, split: str) -> Path:
-        """Return the path of the next shard of a split."""
-        number = sum(shard["split"] == split for shard in self.done)
-        return self.out / f"{self.name}_{split}_{number:06d}.npy"
-
-    def _part(self, split: str) -> Path:
-        """Return the path of the ids that the next shard of a split has so far."""
-        return self._path(split).with_suffix(".npy.part")
-
-    def _open(self, split: str) -> IO[bytes]:
-        path = self._part(split)
-        file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
-        num_bytes = self.begun[split] * self.dtype.itemsize
-        if file.seek(0, os.SEEK_END) < num_bytes:
-            raise UserError(f"{path}: missing or damaged; {MANIFEST} lists it. Empty {self.out} and prepare it again")
-        file.truncate(num_bytes)
-        return file
-
-    def save(self, manifest: Manifest, units: list[dict[str, list[np.ndarray]]]) -> None:
-        """Append the ids of units to the splits, and save the manifest, whose `next` is the unit after them."""
-        finished = []
-        for ids_of_split in units:
-            for split, blocks in ids_of_split.items():
-                for ids in blocks:
-                    while len(ids):
-                        if self.begun[split] == self.shard_size:  # not before there is more, so that no shard is empty
-                            finished.append(self._finish(split))
-                            self.parts[split] = self._open(split)
-                        fitting = ids[: self.shard_size - self.begun[split]]
-                        self.parts[split].write(fitting.tobytes())
-                        self.begun[split] += len(fitting)
-                        ids = ids[len(fitting) :]
-        for file in self.parts.values():
-            file.flush()
-            fsync(file.fileno())
-        dataclasses.replace(manifest, shards=list(self.done), begun=dict(self.begun)).save(self.out)
-        for path in finished:
-            path.unlink()
-
-    def _finish(self, split: str) -> Path:
-        """Make a shard of the ids that a split has so far; return their file, which the saved manifest still needs."""
-        path = self._path(split)
-        part = self._part(split)
-        self.parts[split].close()
-        ids = np.memmap(part, self.dtype, "r", shape=(self.begun[split],))
-        digest = write_shard(path, ids)
-        self.done.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
-        self.begun[split] = 0
-        return part
-
-    def complete(self, manifest: Manifest) -> Manifest:
-        """Make shards of the rest, and return the complete manifest."""
-        parts = [self._part(split) for split in self.parts]
-        for split in self.parts:
-            if self.begun[split]:
-                self._finish(split)
-        manifest = dataclasses.replace(manifest, shards=self.done, complete=True)
-        manifest.save(self.out)
-        for path in parts:
-            path.unlink()
-        return manifest
-
-    def give_to_val(self, count: int) -> None:
-        """Move the last ids of train to val, which is empty."""
-        file = self.parts["train"]
-        file.flush()
-        file.seek(-count * self.dtype.itemsize, os.SEEK_END)
-        self.parts["val"].write(file.read())
-        self.begun["val"] += count
-        self.begun["train"] -= count  # the file keeps them: the saved manifest counts them
-
-    def discard(self) -> None:
-        """Remove all that was written."""
-        parts = [self._part(split) for split in self.parts]
-        for path in [*parts, *(self.out / shard["file"] for shard in self.done), self.out / MANIFEST]:
-            path.unlink()
-
-    def close(self) -> None:
-        for file in self.parts.values():
-            file.close()
-
-
-def problem_of(manifest: Manifest) -> str:
-    """Return why the tokens of a source make no data set, "" if they do."""
-    if not manifest.tokens:
-        return f"found nothing ({manifest.counts()}); expected text or token ids"
-    if manifest.val_share and manifest.tokens < LEAST_TOKENS:
-        return f"{manifest.counts()}; expected {LEAST_TOKENS} or more, of which some are val. Try --val_tokens 0"
-    if manifest.tokens_for_val == manifest.tokens:
-        return f"{manifest.counts()}; --val_tokens {manifest.val_tokens} leaves none for train. Give a smaller number"
-    return ""
-
-
-def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, manifest: Manifest) -> Manifest:
-    """Write the missing shards, and return the complete manifest; name the first skipped rows.
-
-    Args:
-        encoded: units and their ids, from the unit at manifest.next on.
-    """
-    named = 0
-    saved_at_s = time.monotonic()
-    waiting: list[dict[str, list[np.ndarray]]] = []  # ids of units that are not saved yet
-    with closing(Shards(out, manifest)) as shards:
-        with ThreadPoolExecutor(1) as writer:
-            saved: Future = writer.submit(bool)  # the last save; at first, nothing
-            for unit, found in encoded:
-                last = unit[-1]
-                place = Place(last.file, last.end, last.end_row, last.progress)
-                manifest = dataclasses.replace(manifest, next=place)  # the writer may still use the one before
-                waiting.append(manifest.add(found))
-                for row, reason in found.skipped:
-                    if reason != NO_TEXT and named < NAMED_SKIPS:
-                        say(f"skipped {row.removeprefix(f'{STDLIB}{os.sep}')}: {reason}")
-                        named += 1
-                is_due = saved.done() and time.monotonic() - saved_at_s >= SAVE_S
-                if is_due or len(waiting) == MOST_WAITING:
-                    saved.result()
-                    saved = writer.submit(shards.save, manifest, waiting)
-                    saved_at_s = time.monotonic()
-                    waiting = []
-            saved.result()
-        shards.save(manifest, waiting)
-        problem = problem_of(manifest)
-        if problem:
-            shards.discard()
-            raise UserError(f"{manifest.source}: {problem}")
-        if manifest.val_share and not manifest.tokens_for_val:  # there is less text than its beginning has promised
-            count = min(max(1, int(manifest.tokens * manifest.val_share)), shards.begun["train"] - 1)
-            shards.give_to_val(count)
-            manifest = dataclasses.replace(manifest, tokens_for_val=count)
-        return shards.complete(manifest)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -692,7 +348,7 @@ def write_missing(source: Source, manifest: Manifest, out: Path, options: Prepar
 def prepare(options: PrepareOptions, out: Path) -> Manifest:
     """Begin or continue a preparation, and return its manifest when it is complete."""
     name = FINEWEB_EDU if options.source == "fineweb-edu" else options.source
-    begun = Manifest.load(out, options)
+    begun = Manifest.load(out, vars(options))
     if not (begun and begun.complete and name.startswith("hf:")):  # the Hub is not asked without need
         if options.keep_download and "://" in name:
             raise UserError(
@@ -710,7 +366,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             )
         if not (begun and begun.complete):
             source.check(options.text_field)
-            manifest = begun or Manifest.begin(options, source, out)
+            manifest = begun or begin(options, source, out)
             tokens, size = estimate(source, manifest, out)
             if not begun:
                 most = manifest.shard_size if source.holds_ids else VAL_BYTES

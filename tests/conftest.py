@@ -163,7 +163,7 @@ def standin(monkeypatch, tmp_path) -> StandIn:
     """The stand-in of the Hub, without repositories; and an empty cache."""
     import huggingface_hub.constants
 
-    from steadygpt.data import hub
+    from steadygpt.network import hub
 
     HUB.clear()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -147,9 +147,9 @@ MUTATIONS = [Mutation(*row) for row in (
     ("hellaswag_eval.py", "ids[::-1] for ids in answers", "ids for ids in answers", "test_hellaswag_eval"),
     ("steadygpt/data/tasks.py", "n + (n >= number)", "n", "data/test_tasks"),
     # Preparing.
-    ("prepare_dataset.py", "clean = repair(text)", "clean = text", "test_prepare_dataset"),
-    ("steadygpt/data/remote.py", "start += len(block)", "start += len(block) + 1", "data/test_hub"),
-    ("steadygpt/data/hub.py", "(sha256 and others)", "False", "data/test_hub"),
+    ("steadygpt/prepare/encode.py", "clean = repair(text)", "clean = text", "test_prepare_dataset"),
+    ("steadygpt/network/remote.py", "start += len(block)", "start += len(block) + 1", "network/test_hub"),
+    ("steadygpt/network/hub.py", "(sha256 and others)", "False", "network/test_hub"),
     ("steadygpt/data/tokenizer_check.py", "if found == expected:", "if True:", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "if i < before:", "if False:", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "ignore_merges = False", "ignore_merges = True", "data/test_tokenizer_json"),

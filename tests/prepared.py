@@ -14,8 +14,8 @@ import pytest
 
 import prepare_dataset
 from steadygpt.base.options import UserError
-from steadygpt.data import documents, sources
 from steadygpt.data.shards import read_manifest
+from steadygpt.prepare import documents, sources, writer
 
 END = 256  # <|endoftext|> of the byte tokenizer
 DEFAULTS = ("--tokenizer", "bytes", "--num_workers", "1")  # one worker is this process
@@ -28,16 +28,17 @@ def prepare(source: str, out="out", flags="--val_tokens 0") -> dict:
 
 
 def prepare_stopped(source: str, out: str, flags: str, at="write_shard", before=0) -> None:
-    """Press Ctrl-C in a function of prepare_dataset.py, once it has been called `before` times."""
-    function = Mock(wraps=getattr(prepare_dataset, at), side_effect=[*[DEFAULT] * before, KeyboardInterrupt])
+    """Press Ctrl-C in a function of writer.py or prepare_dataset.py, once it has been called `before` times."""
+    module = writer if hasattr(writer, at) else prepare_dataset
+    function = Mock(wraps=getattr(module, at), side_effect=[*[DEFAULT] * before, KeyboardInterrupt])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_dataset, at, function)
+        patch.setattr(module, at, function)
         prepare(source, out, flags)
 
 
 def prepare_interrupted(source: str, out: str, flags: str) -> int:
     """Press Ctrl-C after each shard, when it is written but not in the manifest; return how often."""
-    write_shard, seen = prepare_dataset.write_shard, set()
+    write_shard, seen = writer.write_shard, set()
 
     def write_then_stop(path, *ids):
         digest = write_shard(path, *ids)
@@ -47,7 +48,7 @@ def prepare_interrupted(source: str, out: str, flags: str) -> int:
         return digest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_dataset, "write_shard", write_then_stop)
+        patch.setattr(writer, "write_shard", write_then_stop)
         while True:
             with suppress(KeyboardInterrupt):
                 prepare(source, out, flags)
@@ -60,7 +61,7 @@ def small_units(monkeypatch) -> None:
     for module in (documents, sources):
         monkeypatch.setattr(module, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(documents, "CUT_WINDOW", 20)
-    monkeypatch.setattr(prepare_dataset, "SAVE_S", 0)
+    monkeypatch.setattr(writer, "SAVE_S", 0)
 
 
 def refused(flags: str, match: str) -> None:

@@ -18,7 +18,17 @@ FILES = {path.stem: path for path in COMMANDS} | {
     if path.name != "__init__.py"
 }
 # From the ground up; model.py, optim.py and dataloader.py are the room "model", the other files at the root "commands".
-FLOORS = ["base", "machine", "data", "config", "log", "model checkpoint", "convert", "run monitor", "commands"]
+FLOORS = [
+    "base",
+    "machine network",
+    "data",
+    "config prepare",
+    "log",
+    "model checkpoint",
+    "convert",
+    "run monitor",
+    "commands",
+]
 
 
 @cache

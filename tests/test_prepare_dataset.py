@@ -22,9 +22,10 @@ from test_tokenizer_json import byte_tokenizer
 import prepare_dataset
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
-from steadygpt.data import shards, sources
+from steadygpt.data import shards
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
+from steadygpt.prepare import sources
 
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", f"5 {END_OF_TEXT}"] * 8
 
@@ -279,5 +280,5 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(monkeypatch):
         os.truncate("docs.jsonl", 300)
         return read_documents(block, text_field)
 
-    monkeypatch.setattr(prepare_dataset, "read_documents", read_and_cut)
+    monkeypatch.setattr("steadygpt.prepare.encode.read_documents", read_and_cut)
     refused("--source docs.jsonl", "docs.jsonl: became shorter while it")

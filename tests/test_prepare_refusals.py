@@ -13,7 +13,8 @@ from standin import CORPUS, TEXTS, corpus, parquet
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
-from steadygpt.data import remote, train_tokenizer
+from steadygpt.network import remote
+from steadygpt.prepare import train_tokenizer
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
 LLMC = np.array([20240520, 1, len(IDS)] + [0] * 253, "<i4").tobytes() + IDS.astype("<u2").tobytes()

@@ -23,8 +23,8 @@ from standin import TEXTS as HUB_TEXTS
 from standin import parquet
 
 import prepare_dataset
-from steadygpt.data import documents
-from steadygpt.data.train_tokenizer import train_bpe
+from steadygpt.prepare import documents, writer
+from steadygpt.prepare.train_tokenizer import train_bpe
 
 WORDS = "the a of naïve 数据 token\nline loss,\nstep. gradient".split(" ")
 TEXTS = [f"{n}: " + " ".join(random.Random(n).choices(WORDS, k=1 + n % 40)) + "\n" * (n % 3) for n in range(400)]
@@ -82,7 +82,7 @@ def skipped(capsys) -> set[str]:
 def test_an_interruption_after_each_shard_does_not_change_a_byte(name, sources, small_units, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(documents, "PIECE_BYTES", 300)
     monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 3000)
-    monkeypatch.setattr(prepare_dataset, "NAMED_SKIPS", 10**6)
+    monkeypatch.setattr(writer, "NAMED_SKIPS", 10**6)
     source, flags, shards, count = SOURCES[name]
     manifest = prepare(source, "whole", flags)
     named = skipped(capsys)

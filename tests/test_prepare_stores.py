@@ -20,8 +20,9 @@ from test_hub import retries
 
 import prepare_dataset
 from steadygpt.base import retry
-from steadygpt.data import documents, remote, sources, stores
-from steadygpt.data.hub import fetch, find_repo
+from steadygpt.network import remote, stores
+from steadygpt.network.hub import fetch, find_repo
+from steadygpt.prepare import documents, sources, writer
 
 TEXTS = ALL_TEXTS[:1200]
 HUB_FILES = corpus(TEXTS)
@@ -61,7 +62,7 @@ def small_blocks(monkeypatch) -> None:
     """Let a file have several units."""
     for module in (documents, sources):
         monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)
-    monkeypatch.setattr(prepare_dataset, "SAVE_S", 0)
+    monkeypatch.setattr(writer, "SAVE_S", 0)
 
 
 def fill(store: Server, monkeypatch) -> Server:
@@ -152,7 +153,7 @@ def test_files_of_the_network_and_of_the_cache_give_the_same_shards(hub, monkeyp
 def test_files_of_the_cache_are_read_without_a_network_and_without_a_variable(hub, monkeypatch, capsys):
     prepare(CORPUS_PART, "out", "--keep_download")
     monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
-    monkeypatch.setattr("steadygpt.data.hub.HUB.answered", False)
+    monkeypatch.setattr("steadygpt.network.hub.HUB.answered", False)
     hub.fail("", times=-1, drop_after=0)
     prepare(CORPUS_PART, "again", "")
     assert files_of("again") == files_of("out")

@@ -27,10 +27,12 @@ import convert_hf
 import generate
 import prepare_dataset
 from steadygpt.base.options import UserError
-from steadygpt.data import documents, hub, remote, tokenizer_check, train_tokenizer
-from steadygpt.data.sources import find_source
+from steadygpt.data import tokenizer_check
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
-from steadygpt.data.train_tokenizer import choose_texts
+from steadygpt.network import hub, remote
+from steadygpt.prepare import documents, train_tokenizer
+from steadygpt.prepare.sources import find_source
+from steadygpt.prepare.train_tokenizer import choose_texts
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "with", "another", "cat's", "naïve", "hat", "12345", "\n"]
 TEXTS = [" ".join(random.Random(number).choices(WORDS, k=60)) for number in range(300)]

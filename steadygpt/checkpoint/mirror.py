@@ -29,9 +29,9 @@ from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.checkpoint.evaluations import EVALUATIONS, content_of, merged, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
-from steadygpt.data.stores import Store
 from steadygpt.log.metrics import LOGS
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
+from steadygpt.network.stores import Store
 
 Result = TypeVar("Result")
 INDEX = "index.json"

@@ -28,7 +28,6 @@ from steadygpt.checkpoint.files import (
 )
 from steadygpt.convert import families
 from steadygpt.convert.families import NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
-from steadygpt.data import hub
 from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
@@ -37,6 +36,7 @@ from steadygpt.data.tokenizer import (
     record_named,
     vocab_size_of,
 )
+from steadygpt.network import hub
 
 # Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
 GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"

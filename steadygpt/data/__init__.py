@@ -1,1 +1,1 @@
-"""From text to shards: sources, documents, tokenizers."""
+"""What training reads: shards and the order of their rows, tokenizers, tasks."""

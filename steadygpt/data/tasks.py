@@ -11,7 +11,7 @@ import yaml
 
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, typed
-from steadygpt.data.sources import read_split
+from steadygpt.network.hub import read_split
 
 HELLASWAG, CORE = "hellaswag", "core"
 HUB = "Rowan/hellaswag"

@@ -18,9 +18,9 @@ import tiktoken
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
-from steadygpt.data import hub
 from steadygpt.data.tokenizer_check import check_tokenizer
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, from_json
+from steadygpt.network import hub
 
 if TYPE_CHECKING:
     from steadygpt.machine.ranks import Ranks

@@ -409,7 +409,7 @@ def test_a_restore_continues_after_lost_connections_and_in_the_file_of_an_earlie
     mirror = Mirror(f"{store.url}/run")
     store.put(f"run/{entry.file}", content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steadygpt.data.stores.BLOCK_BYTES", len(content) // 7)
+        patch.setattr("steadygpt.network.stores.BLOCK_BYTES", len(content) // 7)
         patch.setattr("steadygpt.base.retry.sleep", lambda _: None)
         patch.setattr("steadygpt.base.retry.PATIENCE_S", 5.0)
         (tmp_path / f".{entry.file}.tmp").write_bytes(content[: len(content) // 3])

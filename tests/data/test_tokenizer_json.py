@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from steadygpt.base.options import UserError
-from steadygpt.data import documents
-from steadygpt.data.documents import cut_document
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, fetch_json, get_tokenizer, load_tokenizer
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, to_json
-from steadygpt.data.train_tokenizer import train_bpe
+from steadygpt.prepare import documents
+from steadygpt.prepare.documents import cut_document
+from steadygpt.prepare.train_tokenizer import train_bpe
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"

@@ -40,6 +40,7 @@ from steadygpt.data.tokenizer_json import to_json
 from steadygpt.log.metrics import read_records, read_status
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
+from steadygpt.prepare.manifest import Manifest
 from steadygpt.run.history import resumed
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
@@ -210,7 +211,7 @@ def see_monitor() -> None:
 
 def see_prepared() -> None:
     options = prepare_dataset.parse_args(["--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared"])
-    prepare_dataset.Manifest.load(Path("prepared"), options)
+    Manifest.load(Path("prepared"), vars(options))
     ShardSet.find("prepared", "prepared", "train")
 
 

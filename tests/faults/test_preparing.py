@@ -33,10 +33,10 @@ def begin(rank: int, cache: str = "hf") -> None:
     import huggingface_hub.constants
 
     import prepare_dataset
-    from steadygpt.data import documents, sources
+    from steadygpt.prepare import documents, sources, writer
 
     prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
-    prepare_dataset.SAVE_S = 0
+    writer.SAVE_S = 0
     documents.BLOCK_BYTES = sources.BLOCK_BYTES = 50_000
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)

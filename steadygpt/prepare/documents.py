@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
-from steadygpt.data.ids import ID_SUFFIXES, read_ids
+from steadygpt.prepare.ids import ID_SUFFIXES, read_ids
 
 if TYPE_CHECKING:
     from pyarrow import Array

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/data/documents.py: blocks that continue from any of them, with the documents of the whole."""
+"""Tests of steadygpt/prepare/documents.py: blocks that continue from any of them, with the documents of the whole."""
 
 import contextlib
 import gzip
@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
-from steadygpt.data import documents as chunks
-from steadygpt.data.documents import Block, cut_document, read_documents
-from steadygpt.data.sources import Place, Source
+from steadygpt.prepare import documents as chunks
+from steadygpt.prepare import sources
+from steadygpt.prepare.documents import Block, cut_document, read_documents
+from steadygpt.prepare.sources import Place, Source
 
 PACKED = {
     "jsonl": bytes,
@@ -121,6 +122,7 @@ def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
         patch.setattr(chunks, "check_text", lambda *_: None)
         patch.setattr(chunks, "PACKED", {})
         patch.setattr(chunks, "MARKS", {})
+        patch.setattr(sources, "check_pulled", lambda *_: None)
         blocks = [block.data for block in blocks_from(Source("files", [path]))]
     assert b"".join(blocks) == data
     with contextlib.suppress(UnicodeDecodeError):

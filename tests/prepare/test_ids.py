@@ -1,4 +1,4 @@
-"""Tests of steadygpt/data/ids.py: token ids of other programs become shards, checked and unchanged."""
+"""Tests of steadygpt/prepare/ids.py: token ids of other programs become shards, checked and unchanged."""
 
 import re
 import tracemalloc
@@ -12,9 +12,9 @@ from test_tokenizer_json import byte_tokenizer
 
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.data import ids
 from steadygpt.data.shards import headerless_dtype, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
+from steadygpt.prepare import ids
 from steadygpt.run.data import find_data
 
 VAL = "--val_tokens 0"

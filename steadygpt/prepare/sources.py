@@ -15,8 +15,10 @@ from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import counted
-from steadygpt.data import hub
-from steadygpt.data.documents import (
+from steadygpt.network import hub
+from steadygpt.network.remote import RemoteFile
+from steadygpt.network.stores import Store
+from steadygpt.prepare.documents import (
     BLOCK_BYTES,
     READABLE,
     READERS,
@@ -27,9 +29,7 @@ from steadygpt.data.documents import (
     no_text_field,
     suffix_of,
 )
-from steadygpt.data.ids import ID_SUFFIXES
-from steadygpt.data.remote import RemoteFile
-from steadygpt.data.stores import Store
+from steadygpt.prepare.ids import ID_SUFFIXES
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -181,17 +181,6 @@ def find_source(name: str, commit: str = "", max_files: int | None = None) -> So
     if max_files is not None:
         raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; drop it")
     return StreamedSource(name, repo, config, files)
-
-
-def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set of the Hub; its Parquet files stay in the cache."""
-    import pyarrow.parquet as pq
-
-    repo = hub.find_repo("dataset", name)
-    _, files = hub.data_files(repo, "", split)
-    paths = [hub.fetch(repo, file.path) for file in files]
-    with naming(str(repo)):
-        return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
 def find_files(source: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/data/workers.py."""
+"""Tests of steadygpt/prepare/workers.py."""
 
 import operator
 import os
@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from steadygpt.base.options import UserError
-from steadygpt.data.workers import RUN_AHEAD, map_in_order
+from steadygpt.prepare.workers import RUN_AHEAD, map_in_order
 
 
 def test_results_come_in_order_and_only_a_few_items_are_in_memory_at_once():

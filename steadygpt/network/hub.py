@@ -12,7 +12,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
 from steadygpt.base.typed import read_json
-from steadygpt.data.remote import RemoteFile
+from steadygpt.network.remote import RemoteFile
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -221,6 +221,22 @@ def fetch(repo: Repo, path: str) -> Path:
     except OSError as error:
         error.filename = error.filename or str(repo.cache)  # writes name no file
         raise
+
+
+def read_split(name: str, split: str) -> list[dict]:
+    """Return the rows of a split of a small data set, NAME[@REVISION]; its Parquet files stay in the cache."""
+    import pyarrow.parquet as pq
+
+    repo = find_repo("dataset", name)
+    _, files = data_files(repo, "", split)
+    rows = list[dict]()
+    for file in files:
+        path = fetch(repo, file.path)
+        try:
+            rows += pq.read_table(path).to_pylist()
+        except (ValueError, OSError) as error:
+            raise UserError(f"{path}: cannot be read ({brief(error)}); remove it, then run this again") from error
+    return rows
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:

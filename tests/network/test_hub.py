@@ -1,4 +1,4 @@
-"""Tests of steadygpt/data/hub.py against a stand-in of the Hub that fails in every way."""
+"""Tests of steadygpt/network/hub.py against a stand-in of the Hub that fails in every way."""
 
 import errno
 import io
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
-from steadygpt.data import hub, remote
-from steadygpt.data.hub import Repo, fetch, find_repo
+from steadygpt.network import hub, remote
+from steadygpt.network.hub import Repo, fetch, find_repo
 
 DATA = random.Random(0).randbytes(3_000_000)
 FILE = "data/train.parquet"

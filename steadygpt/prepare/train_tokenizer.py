@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar, say
-from steadygpt.data.documents import cut_document, read_documents, repair
-from steadygpt.data.sources import Place, Source
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
-from steadygpt.data.workers import end_with_main, without_ctrl_c
+from steadygpt.prepare.documents import cut_document, read_documents, repair
+from steadygpt.prepare.sources import Place, Source
+from steadygpt.prepare.workers import end_with_main, without_ctrl_c
 
 TRAINING_BYTES = 10**9
 

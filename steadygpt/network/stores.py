@@ -10,7 +10,7 @@ from typing import Any
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service, brief, kinds, status_of
-from steadygpt.data.remote import RemoteFile
+from steadygpt.network.remote import RemoteFile
 
 BLOCK_BYTES = 9_000_000  # of one request, at most; a lost connection costs one
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}

@@ -1,0 +1,180 @@
+"""Token ids of units to the shards of a folder, which continue after a kill."""
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from steadygpt.base.durable import fsync, no_link
+from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
+from steadygpt.data.shards import MANIFEST, write_shard
+from steadygpt.prepare.documents import NO_TEXT, Block
+from steadygpt.prepare.encode import Encoded
+from steadygpt.prepare.manifest import Manifest
+from steadygpt.prepare.sources import STDLIB, Place
+
+SAVE_S = 1.0  # between saves of the manifest, at least: each waits for the disk
+MOST_WAITING = 64  # units that are encoded but not saved; then a slow disk holds the workers up
+NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
+LEAST_TOKENS = 100  # of a source with a val split
+
+
+class Shards:
+    """The shards of a folder. The ids of the next shard of each split are in a file NAME.part, which only grows.
+
+    So the last saved manifest always fits the files. save() runs in a thread, so that workers get units meanwhile.
+    """
+
+    def __init__(self, out: Path, manifest: Manifest):
+        self.out = out
+        self.name = manifest.name
+        self.shard_size = manifest.shard_size
+        self.dtype = np.dtype(manifest.dtype)
+        self.done = list(manifest.shards)
+        self.begun = {"val": 0, "train": 0} | manifest.begun
+        self.parts = {split: self._open(split) for split in self.begun}
+        kept = {shard["file"] for shard in self.done} | {Path(part.name).name for part in self.parts.values()}
+        pattern = re.compile(rf"{re.escape(self.name)}_(val|train)_\d{{6,}}\.npy(\.part)?")
+        for path in out.iterdir():
+            if pattern.fullmatch(path.name) and path.name not in kept:
+                path.unlink()  # left by a start that was killed before it could save the manifest
+
+    def _path(self, split: str) -> Path:
+        """Return the path of the next shard of a split."""
+        number = sum(shard["split"] == split for shard in self.done)
+        return self.out / f"{self.name}_{split}_{number:06d}.npy"
+
+    def _part(self, split: str) -> Path:
+        """Return the path of the ids that the next shard of a split has so far."""
+        return self._path(split).with_suffix(".npy.part")
+
+    def _open(self, split: str) -> IO[bytes]:
+        path = self._part(split)
+        file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
+        num_bytes = self.begun[split] * self.dtype.itemsize
+        if file.seek(0, os.SEEK_END) < num_bytes:
+            raise UserError(f"{path}: missing or damaged; {MANIFEST} lists it. Empty {self.out} and prepare it again")
+        file.truncate(num_bytes)
+        return file
+
+    def save(self, manifest: Manifest, units: list[dict[str, list[np.ndarray]]]) -> None:
+        """Append the ids of units to the splits, and save the manifest, whose `next` is the unit after them."""
+        finished = []
+        for ids_of_split in units:
+            for split, blocks in ids_of_split.items():
+                for ids in blocks:
+                    while len(ids):
+                        if self.begun[split] == self.shard_size:  # not before there is more, so that no shard is empty
+                            finished.append(self._finish(split))
+                            self.parts[split] = self._open(split)
+                        fitting = ids[: self.shard_size - self.begun[split]]
+                        self.parts[split].write(fitting.tobytes())
+                        self.begun[split] += len(fitting)
+                        ids = ids[len(fitting) :]
+        for file in self.parts.values():
+            file.flush()
+            fsync(file.fileno())
+        dataclasses.replace(manifest, shards=list(self.done), begun=dict(self.begun)).save(self.out)
+        for path in finished:
+            path.unlink()
+
+    def _finish(self, split: str) -> Path:
+        """Make a shard of the ids that a split has so far; return their file, which the saved manifest still needs."""
+        path = self._path(split)
+        part = self._part(split)
+        self.parts[split].close()
+        ids = np.memmap(part, self.dtype, "r", shape=(self.begun[split],))
+        digest = write_shard(path, ids)
+        self.done.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
+        self.begun[split] = 0
+        return part
+
+    def complete(self, manifest: Manifest) -> Manifest:
+        """Make shards of the rest, and return the complete manifest."""
+        parts = [self._part(split) for split in self.parts]
+        for split in self.parts:
+            if self.begun[split]:
+                self._finish(split)
+        manifest = dataclasses.replace(manifest, shards=self.done, complete=True)
+        manifest.save(self.out)
+        for path in parts:
+            path.unlink()
+        return manifest
+
+    def give_to_val(self, count: int) -> None:
+        """Move the last ids of train to val, which is empty."""
+        file = self.parts["train"]
+        file.flush()
+        file.seek(-count * self.dtype.itemsize, os.SEEK_END)
+        self.parts["val"].write(file.read())
+        self.begun["val"] += count
+        self.begun["train"] -= count  # the file keeps them: the saved manifest counts them
+
+    def discard(self) -> None:
+        """Remove all that was written."""
+        parts = [self._part(split) for split in self.parts]
+        for path in [*parts, *(self.out / shard["file"] for shard in self.done), self.out / MANIFEST]:
+            path.unlink()
+
+    def close(self) -> None:
+        for file in self.parts.values():
+            file.close()
+
+
+def problem_of(manifest: Manifest) -> str:
+    """Return why the tokens of a source make no data set, "" if they do."""
+    if not manifest.tokens:
+        return f"found nothing ({manifest.counts()}); expected text or token ids"
+    if manifest.val_share and manifest.tokens < LEAST_TOKENS:
+        return f"{manifest.counts()}; expected {LEAST_TOKENS} or more, of which some are val. Try --val_tokens 0"
+    if manifest.tokens_for_val == manifest.tokens:
+        return f"{manifest.counts()}; --val_tokens {manifest.val_tokens} leaves none for train. Give a smaller number"
+    return ""
+
+
+def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, manifest: Manifest) -> Manifest:
+    """Write the missing shards, and return the complete manifest; name the first skipped rows.
+
+    Args:
+        encoded: units and their ids, from the unit at manifest.next on.
+    """
+    named = 0
+    saved_at_s = time.monotonic()
+    waiting: list[dict[str, list[np.ndarray]]] = []  # ids of units that are not saved yet
+    with closing(Shards(out, manifest)) as shards:
+        with ThreadPoolExecutor(1) as writer:
+            saved: Future = writer.submit(bool)  # the last save; at first, nothing
+            for unit, found in encoded:
+                last = unit[-1]
+                place = Place(last.file, last.end, last.end_row, last.progress)
+                manifest = dataclasses.replace(manifest, next=place)  # the writer may still use the one before
+                waiting.append(manifest.add(found))
+                for row, reason in found.skipped:
+                    if reason != NO_TEXT and named < NAMED_SKIPS:
+                        say(f"skipped {row.removeprefix(f'{STDLIB}{os.sep}')}: {reason}")
+                        named += 1
+                is_due = saved.done() and time.monotonic() - saved_at_s >= SAVE_S
+                if is_due or len(waiting) == MOST_WAITING:
+                    saved.result()
+                    saved = writer.submit(shards.save, manifest, waiting)
+                    saved_at_s = time.monotonic()
+                    waiting = []
+            saved.result()
+        shards.save(manifest, waiting)
+        problem = problem_of(manifest)
+        if problem:
+            shards.discard()
+            raise UserError(f"{manifest.source}: {problem}")
+        if manifest.val_share and not manifest.tokens_for_val:  # there is less text than its beginning has promised
+            count = min(max(1, int(manifest.tokens * manifest.val_share)), shards.begun["train"] - 1)
+            shards.give_to_val(count)
+            manifest = dataclasses.replace(manifest, tokens_for_val=count)
+        return shards.complete(manifest)
