@@ -324,7 +324,6 @@ def show_progress(
         rate = bar.format_sizeof(num_tokens / (bar.format_dict["elapsed"] or 1))  # 0 with TQDM_DISABLE
         bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
         bar.update(amount_before[unit[-1].file] + unit[-1].progress - bar.n)
-    source.check_whole()
 
 
 def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions, is_begun: bool) -> Manifest:

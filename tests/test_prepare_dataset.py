@@ -12,10 +12,20 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from prepared import files_of, ids_expected, ids_of, prepare, refused, write_rows
+from prepared import (
+    files_of,
+    ids_expected,
+    ids_of,
+    npy,
+    prepare,
+    refused,
+    small_units,  # noqa: F401
+    write_rows,
+)
 from standin import CARD, parquet
 from test_tokenizer_json import byte_tokenizer
 
@@ -25,7 +35,8 @@ from steadygpt.base.options import UserError
 from steadygpt.data import shards
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
-from steadygpt.prepare import sources
+from steadygpt.prepare.files import find_files
+from steadygpt.prepare.manifest import Manifest
 
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", f"5 {END_OF_TEXT}"] * 8
 
@@ -155,7 +166,7 @@ def test_every_format_gives_the_same_tokens(source, files):
 
 
 def test_stdlib_is_pythons_library_without_packages_and_tests():
-    files = sources.find_files("stdlib")
+    files = find_files("stdlib")
     assert {"argparse.py", "decoder.py"} <= {file.name for file in files}
     assert len(files) > 300
     assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
@@ -185,14 +196,14 @@ def test_a_folder_with_files_for_tests_is_refused_with_a_glob_for_those_for_trai
     message = rf"found {re.escape(f'tests/copy/{names[0]}')}, and .*{names[1]}, which is not for training; choose .*"
     refused("--source tests/copy", message)
     with pytest.raises(UserError) as raised:
-        sources.find_files("tests/copy")
+        find_files("tests/copy")
     prepare(str(raised.value).split("'")[1])
     assert ids_of() == ids_expected([names[0]] * 40)
 
 
 def test_a_folder_of_one_split_or_of_code_is_read():
     write({f"copy/data/train-{n}.jsonl": LINES for n in range(2)} | {"code/train.py": "a", "code/test.py": "b"})
-    assert len(sources.find_files("copy")) == len(sources.find_files("code")) == 2
+    assert len(find_files("copy")) == len(find_files("code")) == 2
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -273,12 +284,29 @@ def test_a_full_disk_is_reported_with_path_and_bytes(monkeypatch):
     assert prepare("docs.jsonl", flags="")["complete"]
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_named(monkeypatch):
-    read_documents = prepare_dataset.read_documents
+@pytest.mark.parametrize("change", ["append", "shorten", "overwrite"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt", "npy"])
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.usefixtures("small_units")
+def test_a_file_that_changes_while_it_is_read_is_named(monkeypatch, kind, change, calls):
+    texts = [f"{number} {'word ' * 90}" for number in range(30)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    contents = {"jsonl": lines, "jsonl.gz": gzip.compress(lines, 0), "parquet": parquet(texts), "txt": lines}
+    contents["npy"] = npy(np.arange(9000, dtype="<u2") % 256)
+    path = Path(f"a.{kind}")
+    path.write_bytes(contents[kind])
+    add = Manifest.add
+    countdown = [calls]
 
-    def read_and_cut(block, text_field):
-        os.truncate("docs.jsonl", 300)
-        return read_documents(block, text_field)
+    def add_and_change(manifest, encoded):
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            content = path.read_bytes()
+            changed = {"append": content + content[-400:], "shorten": content[:-200], "overwrite": content}
+            path.write_bytes(changed[change])
+        return add(manifest, encoded)
 
-    monkeypatch.setattr("steadygpt.prepare.encode.read_documents", read_and_cut)
-    refused("--source docs.jsonl", "docs.jsonl: became shorter while it")
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "add", add_and_change)
+        refused(f"--source a.{kind} --val_tokens 0", rf"a\.{kind}: (changed while it was read|cannot be read)")
+    assert not json.loads(Path("out/manifest.json").read_text())["complete"]

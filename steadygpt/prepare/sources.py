@@ -1,15 +1,12 @@
 """Sources of text and token ids: local files, Python's own library, object stores, data sets of the Hub."""
 
-import glob
 import hashlib
 import json
 import os
-import re
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
@@ -20,7 +17,6 @@ from steadygpt.network.remote import RemoteFile
 from steadygpt.network.stores import Store
 from steadygpt.prepare.documents import (
     BLOCK_BYTES,
-    READABLE,
     READERS,
     TABLES,
     Block,
@@ -29,16 +25,11 @@ from steadygpt.prepare.documents import (
     no_text_field,
     suffix_of,
 )
+from steadygpt.prepare.files import choose, find_files
 from steadygpt.prepare.ids import ID_SUFFIXES
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
-NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-STDLIB = Path(sysconfig.get_path("stdlib"))
-SPLITS = re.compile(r"(?<![a-z])(?:(train)|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 ROWS_AT_ONCE = 32  # rows of a block of what `datasets` streams
-EXPECTED = (
-    "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
-)
 
 
 class Place(NamedTuple):
@@ -62,7 +53,8 @@ class Source:
 
     def __post_init__(self):
         self.names = [file.path for file in self.remote] or [str(path) for path in self.paths]
-        self.sizes = [file.size for file in self.remote] or [path.stat().st_size for path in self.paths]
+        self.stats = [path.stat() for path in self.paths]
+        self.sizes = [file.size for file in self.remote] or [found.st_size for found in self.stats]
         self.identities = [file.identity for file in self.remote] or list(zip(self.names, self.sizes, strict=True))
 
     @property
@@ -95,6 +87,8 @@ class Source:
             with self.open(number) as opened, naming(name):
                 file = FileToRead(opened, name, number, self.sizes[number], text_field, vocab_size)
                 yield from READERS[suffix_of(name)](file, at, row)
+            if self.paths:
+                self._check_unchanged(number)
             at = 0
             row = 0
 
@@ -120,11 +114,16 @@ class Source:
             elif self.sizes[index] < 1000:
                 self.open(index).close()
 
-    def check_whole(self) -> None:
-        """Check that no local file has become shorter while it was read."""
-        for path, size in zip(self.paths, self.sizes, strict=False):
-            if path.stat().st_size < size:
-                raise UserError(f"{path}: became shorter while it was read; restore it, and give another --out")
+    def _check_unchanged(self, file: int) -> None:
+        """Check that a local file, which has been read, is as it was when it was found."""
+        now = self.paths[file].stat()
+        before = self.stats[file]
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            size = f"{now.st_size:,}" if now.st_size != before.st_size else "as many"
+            raise UserError(
+                f"{self.names[file]}: changed while it was read; it had {before.st_size:,} bytes, and now it has "
+                f"{size}. Prepare it again when it is complete, or a copy of it, with another --out"
+            )
 
 
 def fingerprint(files: Sequence[tuple]) -> str:
@@ -181,72 +180,3 @@ def find_source(name: str, commit: str = "", max_files: int | None = None) -> So
     if max_files is not None:
         raise UserError(f"{name}: --max_files needs Parquet or JSON Lines, found {kind or 'files elsewhere'}; drop it")
     return StreamedSource(name, repo, config, files)
-
-
-def find_files(source: str) -> list[Path]:
-    """Find the readable files of a path, a folder (recursive, without hidden files), a glob or "stdlib", sorted."""
-    if source == "stdlib":
-        return [path for path in _files_below(STDLIB, NOT_IN_STDLIB) if path.suffix == ".py"]
-    if not source:
-        raise UserError(f"--source is empty; expected {EXPECTED}")
-    paths = [Path(source)] if Path(source).exists() else [Path(match) for match in glob.glob(source, recursive=True)]
-    found = {file for path in paths for file in (_files_below(path) if path.is_dir() else [path])}
-    return [Path(name) for name in choose(source, [str(path) for path in sorted(found)])]
-
-
-def choose(source: str, names: Sequence[str]) -> list[str]:
-    """Return the names of files that can be read."""
-    chosen = [name for name in names if suffix_of(name)]
-    # Beside other files, .json files are rarely JSON Lines.
-    chosen = [name for name in chosen if suffix_of(name) != ".json"] or chosen
-    if not chosen:
-        found = f"found {counted(len(names), 'file')} of other types" if names else "no such file"
-        found = "an empty folder" if not names and Path(source).is_dir() else found
-        raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {READABLE}")
-    ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
-    if 0 < len(ids) < len(chosen):
-        text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
-        raise UserError(
-            f"--source {source}: found text, such as {text}, and token ids, such as {ids[0]}; expected only one kind; "
-            f"choose files with a glob such as '*{suffix_of(text)}'"
-        )
-    if not glob.has_magic(source):
-        check_splits(source, [name for name in chosen if suffix_of(name) not in (".py", ".md")])
-    if len(chosen) < len(names):
-        skipped = counted(len(names) - len(chosen), "file")
-        say(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these")
-    return chosen
-
-
-def check_splits(folder: str, names: Sequence[str]) -> None:
-    """Refuse a folder with files for training beside files for tests, such as a copy of a data set of the Hub."""
-    train, other, word = "", "", ""
-    for name in names:
-        split = SPLITS.search(name.removeprefix(folder))
-        if split and split[1]:
-            train, word = name, split[1]
-        elif split:
-            other = name
-    if train and other:
-        raise UserError(
-            f"--source {folder}: found {train}, and {other}, which is not for training; choose files with a glob such "
-            f"as '{folder}/**/*{word}*', or name a data set of the Hub hf:NAME"
-        )
-
-
-def _files_below(folder: Path, excluded: Iterable[str] = ()) -> list[Path]:
-    """Return the files of a folder and its subfolders, each once, without hidden and excluded ones."""
-
-    def refuse(error: OSError) -> NoReturn:
-        raise error
-
-    found, entered = [], {folder.resolve()}
-    for place, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        wanted = [name for name in sorted(subfolders) if name not in excluded and not name.startswith(".")]
-        subfolders[:] = []
-        for name in wanted:
-            if (target := Path(place, name).resolve()) not in entered:  # a link may lead back
-                entered.add(target)
-                subfolders.append(name)
-        found += [Path(place, name) for name in names if name not in excluded and not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())

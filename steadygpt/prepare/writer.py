@@ -18,8 +18,9 @@ from steadygpt.base.progress import say
 from steadygpt.data.shards import MANIFEST, write_shard
 from steadygpt.prepare.documents import NO_TEXT, Block
 from steadygpt.prepare.encode import Encoded
+from steadygpt.prepare.files import STDLIB
 from steadygpt.prepare.manifest import Manifest
-from steadygpt.prepare.sources import STDLIB, Place
+from steadygpt.prepare.sources import Place
 
 SAVE_S = 1.0  # between saves of the manifest, at least: each waits for the disk
 MOST_WAITING = 64  # units that are encoded but not saved; then a slow disk holds the workers up
