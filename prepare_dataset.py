@@ -49,7 +49,19 @@ from steadygpt.data.tokenizer import (
 from steadygpt.data.tokenizer_check import check_against_library
 from steadygpt.machine.host import usable_cores
 from steadygpt.network import hub
-from steadygpt.prepare.documents import PIECE_BYTES, Block, cut_document, read_documents, repair, suffix_of
+from steadygpt.prepare.documents import (
+    NO_TEXT,
+    PIECE_BYTES,
+    TEXTS,
+    Block,
+    Document,
+    Skipped,
+    cut_document,
+    json_of,
+    read_documents,
+    repair,
+    suffix_of,
+)
 from steadygpt.prepare.encode import Encoded
 from steadygpt.prepare.manifest import VAL_SHARE, Manifest
 from steadygpt.prepare.sources import FINEWEB_EDU, Place, Source, find_source, fingerprint
@@ -160,9 +172,7 @@ def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
 def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
     """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for."""
     if source.holds_ids and not options.tokenizer:
-        raise UserError(
-            f"{source.names[0]}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2"
-        )
+        raise which_tokenizer(source.names[0])
     with lock_folder(out, IN_USE) if TokenizerRecord(options.tokenizer).is_file else nullcontext():
         check_not_overtaken(options, out, None)
         record, vocab_size = obtain_tokenizer(options, source, out)
@@ -190,6 +200,10 @@ def new_manifest(options: PrepareOptions, source: Source, record: TokenizerRecor
         vocab_size=vocab_size,
         dtype=token_dtype(vocab_size).name,
     )
+
+
+def which_tokenizer(name: str) -> UserError:
+    return UserError(f"{name}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2")
 
 
 def check_not_overtaken(options: PrepareOptions, out: Path, manifest: Manifest | None) -> None:
@@ -221,7 +235,7 @@ def default_name(source: str) -> str:
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
-def estimate(source: Source, manifest: Manifest, out: Path) -> tuple[float, float]:
+def estimate(source: Source, manifest: Manifest, out: Path, options: PrepareOptions) -> tuple[float, float]:
     """Encode some of the next text, check the tokenizer on it, and return about the tokens and bytes of text of all.
 
     Both are 0 if the size of the files is not known. Of token ids, both are their number.
@@ -236,7 +250,10 @@ def estimate(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
         if num_bytes >= SAMPLE_BYTES:
             break
     if not (source.holds_ids or first != Place()):
+        if not options.tokenizer and any(isinstance(row.text, list) for row in rows_of(sample[:1], manifest)):
+            raise which_tokenizer(source.names[0])
         check_tokenizer_on(sample, manifest, out)
+        check_names(sample)
     if not (sample and total):
         return 0.0, 0.0
     last = sample[-1]
@@ -245,21 +262,53 @@ def estimate(source: Source, manifest: Manifest, out: Path) -> tuple[float, floa
         return 0.0, 0.0
     encode = manifest.encoder(out)
     found = encode(sample)
-    if found.spelled:
-        name = next(block.name for block in sample if encode([block]).spelled)
-        token = manifest.document_token
-        code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
-        how = f'line of JSON: python -c "{code}" < TEXT > documents.jsonl'
-        how = how if suffix_of(name) in (".txt", ".md", ".py") else "row of its own"
-        text = f"{name}: contains {token}, which is encoded as text"
-        say(f"{text}. If it separates documents, write each as a {how}")
-    reasons = {reason for _, reason in found.skipped if "not a string" in reason}
-    if reasons and not found.documents and first == Place():
-        raise UserError(
-            f"{source.names[0]}: the field {manifest.text_field!r} holds no text ({', '.join(sorted(reasons))}); "
-            "set --text_field to the field with the text"
-        )
+    for token in found.spelled:
+        name = next(block.name for block in sample if token in encode([block]).spelled)
+        print_spelled(name, token, manifest.document_token)
+    if first == Place() and not found.documents and not source.holds_ids:
+        check_rows(sample, manifest)
     return len(found.ids) / read * total, sum(found.sizes) / read * total
+
+
+def check_rows(sample: list[Block], manifest: Manifest) -> None:
+    """Explain why no row of the beginning of a source has text."""
+    for block in sample:
+        for row, text, _ in read_documents(block, manifest.text_field):
+            reason = str(text) if isinstance(text, Skipped) else "a list, but not of token ids"
+            if reason != NO_TEXT:
+                advice = text.advice if isinstance(text, Skipped) else "set --text_field to the field with the text"
+                raise UserError(f"{block.name}:{row + 1}: {reason}{advice and '; '}{advice}")
+
+
+def check_names(sample: list[Block]) -> None:
+    """Warn of a file whose name says text, and whose content is lines of JSON."""
+    for block in sample:
+        if block.at == 0 and suffix_of(block.name) in TEXTS and block.data.lstrip().startswith(b"{"):
+            line = block.data.lstrip().partition(b"\n")[0].decode(errors="replace")
+            if isinstance(json_of(line, block.name), dict):
+                say(
+                    f"warning: {block.name}: contains lines of JSON, but is read as one document, because of its name; "
+                    "if each line is one, rename it: NAME.jsonl"
+                )
+                return
+
+
+def print_spelled(name: str, token: str, document_token: str) -> None:
+    """Tell that a file contains the characters of a special token, and what to do if it means the token."""
+    advice = "If it means the token, encode the text with the library tokenizers and prepare the ids, see docs/data.md"
+    if token == document_token:
+        code = f"import json, sys; [print(json.dumps({{'text': t}})) for t in sys.stdin.read().split({token!r})]"
+        row = "row of its own"
+        if suffix_of(name) in (".txt", ".md", ".py"):
+            row = f'line of JSON: python -c "{code}" < TEXT > documents.jsonl'
+        advice = f"If it separates documents, write each as a {row}"
+    say(f"{name}: contains {token}, which is encoded as text. {advice}")
+
+
+def rows_of(sample: list[Block], manifest: Manifest) -> Iterator[Document]:
+    """Read the documents of blocks."""
+    for block in sample:
+        yield from read_documents(block, manifest.text_field)
 
 
 def check_tokenizer_on(sample: list[Block], manifest: Manifest, out: Path) -> None:
@@ -269,12 +318,11 @@ def check_tokenizer_on(sample: list[Block], manifest: Manifest, out: Path) -> No
         return
     texts = list[str]()
     num_bytes = 0
-    for block in sample:
-        for document in read_documents(block, manifest.text_field):
-            if isinstance(document.text, str) and num_bytes < SAMPLE_BYTES:
-                for piece, size in cut_document(repair(document.text)):
-                    texts.append(piece)
-                    num_bytes += size
+    for document in rows_of(sample, manifest):
+        if isinstance(document.text, str) and num_bytes < SAMPLE_BYTES:
+            for piece, size in cut_document(repair(document.text)):
+                texts.append(piece)
+                num_bytes += size
     check_against_library(load_tokenizer(record, out), texts, record.tokenizer)
 
 
@@ -296,8 +344,7 @@ def choose_val_share(manifest: Manifest, most: float, tokens: float, size: float
 
 def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float) -> None:
     """Print how many tokens and how much disk to expect; check the disk."""
-    missing = max(0, tokens - manifest.tokens) + min(tokens, manifest.shard_size)  # one shard is in its .part too
-    needed = int(missing) * np.dtype(manifest.dtype).itemsize
+    needed = int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize
     at = f" at commit {source.commit[:7]}" if source.commit else ""
     print(
         f"source: {source.name}{at}, {counted(len(source.names), 'file')}, {bytes_text(sum(source.sizes))}, about "
@@ -366,7 +413,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         if not (begun and begun.complete):
             source.check(options.text_field)
             manifest = begun or begin(options, source, out)
-            tokens, size = estimate(source, manifest, out)
+            tokens, size = estimate(source, manifest, out, options)
             if not begun:
                 most = manifest.shard_size if source.holds_ids else VAL_BYTES
                 manifest.val_share = choose_val_share(manifest, most, tokens, size)
@@ -381,8 +428,6 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                     hub.fetch(source.repo, file.path)
             return write_missing(source, manifest, out, options, begun is not None)
     assert begun, "the folder has a manifest"
-    for path in out.glob(f"{begun.name}_*.npy.part"):  # left by a kill after the last shard
-        path.unlink()
     print(f"{out}: already complete")
     return begun
 

@@ -25,11 +25,11 @@ import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
 
+from steadygpt.base.durable import sha256_of
 from steadygpt.checkpoint.evaluations import of_run, read_evaluations
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
-from steadygpt.data.shards import write_shard
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
@@ -95,6 +95,12 @@ def need_gpus(count: int) -> None:
     """Skip a test that needs more GPUs than there are; processes on a CPU can share it."""
     if os.environ[DEVICE] == "cuda" and torch.cuda.device_count() < count:
         pytest.skip(f"{count} ranks need {count} GPUs")
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """Write a shard, and return its SHA-256."""
+    np.save(path, tokens)
+    return sha256_of(path)
 
 
 def write_data(folder: Path, num_tokens=(200, 700, 500), tokenizer="bytes", vocab_size=257, seed=0) -> Path:

@@ -27,7 +27,7 @@ def prepare(source: str, out="out", flags="--val_tokens 0") -> dict:
     return read_manifest(Path(out))
 
 
-def prepare_stopped(source: str, out: str, flags: str, at="write_shard", before=0) -> None:
+def prepare_stopped(source: str, out: str, flags: str, at="sha256_of", before=0) -> None:
     """Press Ctrl-C in a function of writer.py or prepare_dataset.py, once it has been called `before` times."""
     module = writer if hasattr(writer, at) else prepare_dataset
     function = Mock(wraps=getattr(module, at), side_effect=[*[DEFAULT] * before, KeyboardInterrupt])
@@ -38,17 +38,17 @@ def prepare_stopped(source: str, out: str, flags: str, at="write_shard", before=
 
 def prepare_interrupted(source: str, out: str, flags: str) -> int:
     """Press Ctrl-C after each shard, when it is written but not in the manifest; return how often."""
-    write_shard, seen = writer.write_shard, set()
+    sha256_of, seen = writer.sha256_of, set()
 
-    def write_then_stop(path, *ids):
-        digest = write_shard(path, *ids)
+    def write_then_stop(path):
+        digest = sha256_of(path)
         if path.name not in seen:
             seen.add(path.name)
             raise KeyboardInterrupt
         return digest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "write_shard", write_then_stop)
+        patch.setattr(writer, "sha256_of", write_then_stop)
         while True:
             with suppress(KeyboardInterrupt):
                 prepare(source, out, flags)

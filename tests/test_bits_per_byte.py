@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import built
+from conftest import built, write_shard
 from torch.nn import functional as F
 
 import train
 from dataloader import RowStream
-from steadygpt.data.shards import write_shard
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.machine.ranks import Ranks
 

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import write_data
+from conftest import write_data, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared import npy
@@ -26,7 +26,6 @@ from steadygpt.data.shards import (
     open_shard,
     read_manifest,
     token_dtype,
-    write_shard,
 )
 from steadygpt.run.data import find_data
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import TINY, load, metrics, run_here, write_data
+from conftest import TINY, load, metrics, run_here, write_data, write_shard
 from test_tokenizer_json import byte_tokenizer
 
 import train
 from dataloader import BatchLoader
 from look import count_split, find_step, main, visible
 from steadygpt.base.options import UserError
-from steadygpt.data.shards import ShardSet, write_shard
+from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import Tokenizer, get_tokenizer
 
 BEGIN = get_tokenizer("bytes").document_id

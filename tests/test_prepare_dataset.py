@@ -30,11 +30,10 @@ from standin import CARD, parquet
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
-from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
-from steadygpt.data import shards
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
+from steadygpt.prepare import writer
 from steadygpt.prepare.files import find_files
 from steadygpt.prepare.manifest import Manifest
 
@@ -255,7 +254,7 @@ def test_a_first_line_without_text_is_skipped_in_later_files():
 def test_texts_that_spell_the_document_token_are_counted_and_can_be_split(capsys):
     stories = ["One day\n", "\ntwo 'so'\n", "\nthree\n"]
     write({"in/0.txt": "no such text", "in/a.txt": END_OF_TEXT.join(stories)})
-    assert prepare("in")["spelled"] == 2
+    assert prepare("in")["spelled"] == {END_OF_TEXT: 2}
     said = capsys.readouterr()
     assert "in/a.txt: contains <|endoftext|>, which is encoded as text. If it separates" in said.err
     assert "2 documents, 2 <|endoftext|> inside texts encoded as text, " in said.out
@@ -276,10 +275,10 @@ def test_a_full_disk_is_reported_with_path_and_bytes(monkeypatch):
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    message = r"^out/\.docs_val_000000\.npy\.tmp: No space left on device; [\d.,]+ [GT]B free; fix it, then run the "
+    message = r"^out/docs_val_000000\.npy\.part: No space left on device; [\d.,]+ [GT]B free; fix it, then run the "
     message += "same command again to resume$"
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "replace_file", lambda path, write: replace_file(path, full))
+        patch.setattr(writer, "fsync", full)
         refused("--source docs.jsonl", message)
     assert prepare("docs.jsonl", flags="")["complete"]
 

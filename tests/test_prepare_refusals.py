@@ -87,7 +87,10 @@ OF_THE_HUB = [
     ("--source hf:some/corpus:part --text_field txt", f"0.parquet: no field 'txt'; found id, text; {SET_FIELD}"),
     ("--source hf:some/corpus:nothing", "hf:some/corpus:nothing: .*BuilderConfig 'nothing' not found"),
     ("--source hf:some/tests", "hf:some/tests: no split 'train', found test"),
-    ("--source hf:some/numbers", "the field 'text' holds no text .int, not a string.; set"),
+    (
+        "--source hf:some/numbers",
+        "int, not a string; set --text_field",
+    ),
     ("--source hf:some/gated", "gated; accept its conditions .* run `hf auth login` or set HF_TOKEN"),
 ]
 LATER = [
@@ -151,9 +154,9 @@ ZSTD = pyarrow.compress(ROW * 9999, "zstd", asbytes=True)
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.json", b"[%s]" % ROW, "a.json: found an array or indented JSON; expected one object a line. Try: jq -c .* a"),
+    ("a.json", b"[%s,%s]" % (ROW, ROW), "a.json:1: an array or indented JSON; expected one object a line. Try: jq -c .* a"),
     ("a.json", json.dumps([{"text": "a"}], indent=1).encode(), r"a line. Try: jq -c .* a.json > rows.jsonl"),
-    ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl: found an array or indented JSON"),
+    ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl:1: an array or indented JSON"),
     ("a.jsonl", ROW + b"\n" + b"\0" * 100, f"a.jsonl: {NOT_TEXT}"),
     ("a.txt", "UTF-16, no mark".encode("utf-16-le"), f"a.txt: {NOT_TEXT}.* iconv -f ENCODING"),
     ("a.txt", b"one\0" + b"word " * 99, f"a.txt: {NOT_TEXT}"),

@@ -109,7 +109,7 @@ def test_a_finished_tokenizer_is_not_trained_again(sources, monkeypatch):
     trained = Mock(return_value=train_bpe(TEXTS, 280))
     monkeypatch.setattr(prepare_dataset, "train_tokenizer", trained)
     prepare("bytes", "whole", TRAINED)
-    for place in ("train_tokenizer", "print_forecast", "write_shard"):
+    for place in ("train_tokenizer", "print_forecast", "sha256_of"):
         prepare_stopped("bytes", "stopped", TRAINED, at=place)
     prepare("bytes", "stopped", TRAINED)
     assert trained.call_count == 2  # once in each folder

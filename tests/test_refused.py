@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HUB, TINY, folders, load, run_here
+from conftest import HUB, TINY, folders, load, run_here, write_shard
 from harness import Run, refusal
 
 from steadygpt.base import retry
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError, run_cli
 from steadygpt.config import parse_args
-from steadygpt.data.shards import read_manifest, write_shard
+from steadygpt.data.shards import read_manifest
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what is wrong with the files of a working directory

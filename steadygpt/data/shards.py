@@ -16,7 +16,7 @@ from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 import numpy as np
 
 from steadygpt.base.disk import check_pulled, most_open_files
-from steadygpt.base.durable import check_regular, replace_file, sha256_of
+from steadygpt.base.durable import check_regular, sha256_of
 from steadygpt.base.options import OptionError, UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, read_json, typed
@@ -117,24 +117,12 @@ def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int, first: int 
         )
 
 
-def write_shard(path: Path, *parts: np.ndarray) -> str:
-    """Write ids (n,), in one array or more, as `.npy`, atomically, and return the file's SHA-256 in hex.
-
-    Raises: OSError with errno and path, for example on a full disk.
-    """
-    header, digest = io.BytesIO(), hashlib.sha256()
-    shape = (sum(map(len, parts)),)
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(parts[0]) | {"shape": shape})
-    blocks: list[bytes | memoryview] = [header.getvalue(), *(np.ascontiguousarray(part).data for part in parts)]
-
-    def write(file: IO[bytes]) -> None:
-        # In place of np.save, whose tofile() reports a full disk as an OSError without errno.
-        for block in blocks:
-            file.write(block)
-            digest.update(block)
-
-    replace_file(path, write)
-    return digest.hexdigest()
+def npy_header(dtype: np.dtype, num_tokens: int) -> bytes:
+    """Return what a `.npy` file has before its ids: 128 bytes for any number of them."""
+    header = io.BytesIO()
+    content = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(header, content)
+    return header.getvalue()
 
 
 def open_shard(path: Path) -> Shard:

@@ -79,6 +79,12 @@ class Tokenizer:
         longest_first = [map(re.escape, sorted(texts, key=len, reverse=True)) for texts in self.literals]
         return [re.compile(f"({'|'.join(texts) or '(?!)'})") for texts in longest_first]
 
+    @cached_property
+    def special(self) -> re.Pattern[str]:
+        """A pattern that finds the texts of special tokens, the longest at each place."""
+        texts = sorted(self.encoding._special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Return the ids of a text without lone surrogates, (n,) uint32."""
         if any(self.literals):

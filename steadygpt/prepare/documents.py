@@ -4,12 +4,13 @@ A block begins where the one before it ends, so a file and a position in it are 
 """
 
 import codecs
+import gzip
 import io
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -18,8 +19,7 @@ from steadygpt.base.text import bytes_text
 from steadygpt.prepare.ids import ID_SUFFIXES, read_ids
 
 if TYPE_CHECKING:
-    from pyarrow import Array
-    from pyarrow.parquet import ParquetFile
+    from pyarrow import Array, RecordBatch
 
 BLOCK_BYTES = 2**20  # of a block, about; a line or a row is never cut
 # The longest piece of a longer document, about. tiktoken's regex fails on a million spaces in a row.
@@ -52,8 +52,15 @@ class Block(NamedTuple):
     def num_bytes(self) -> int:
         """About the bytes of its content, in memory."""
         if isinstance(self.data, list):
-            return sum(len(value) for value in self.data if isinstance(value, str))
+            return sum(map(size_of, self.data))
         return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
+
+
+def size_of(value: object) -> int:
+    """Return about the bytes of a row's text, or of its token ids."""
+    if isinstance(value, str):
+        return len(value)
+    return 4 * len(value) if isinstance(value, list) else 0
 
 
 class FileToRead(NamedTuple):
@@ -86,7 +93,9 @@ def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
         return file
     import pyarrow
 
-    if packed:
+    if packed == ["gzip"]:
+        text = gzip.GzipFile(fileobj=file)
+    elif packed:
         text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
     if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
         text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
@@ -185,7 +194,8 @@ def read_table(source: FileToRead, at: int, row: int) -> Iterator[Block]:
     for group in range(table.num_row_groups):
         next_group = first_row + table.metadata.row_group(group).num_rows
         if at < next_group:
-            for values in _values_of_group(table, group, source.text_field, at - first_row):
+            batches = table.iter_batches(ROWS_AT_ONCE, [group], [source.text_field], use_threads=False)
+            for values in _values_of_batches(batches, source.text_field, at - first_row):
                 end = at + len(values)
                 progress = source.size * end // num_rows
                 yield Block(source.name, source.number, at, end, at, end, progress, values)
@@ -193,17 +203,41 @@ def read_table(source: FileToRead, at: int, row: int) -> Iterator[Block]:
         first_row = next_group
 
 
-def _values_of_group(table: "ParquetFile", group: int, text_field: str, first: int) -> Iterator[list]:
-    """Yield the values of a row group from a row on, in lists of about BLOCK_BYTES."""
+def read_arrow(source: FileToRead, at: int, row: int) -> Iterator[Block]:
+    """Yield blocks of rows of an Arrow file or stream, such as those of Dataset.save_to_disk."""
+    import pyarrow.ipc
+
+    is_file = source.file.peek(6).startswith(b"ARROW1")  # type: ignore[attr-defined]
+    table = pyarrow.ipc.open_file(source.file) if is_file else pyarrow.ipc.open_stream(source.file)
+    names = table.schema.names
+    column = next((name for name in names if f"{source.text_field}.".startswith(f"{name}.")), "")
+    if not column:
+        raise no_text_field(source.name, source.text_field, names)
+    batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
+    parts = (
+        batch.select([column]).slice(first, ROWS_AT_ONCE)
+        for batch in batches
+        for first in range(0, batch.num_rows, ROWS_AT_ONCE)
+    )
+    for values in _values_of_batches(parts, source.text_field, at):
+        end = at + len(values)
+        yield Block(source.name, source.number, at, end, at, end, source.file.tell(), values)
+        at = end
+
+
+def _values_of_batches(batches: "Iterable[RecordBatch]", text_field: str, first: int) -> Iterator[list]:
+    """Yield the values of batches of one column, from a row on, in lists of about BLOCK_BYTES."""
     values: list = []
     num_bytes = 0
-    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_field], use_threads=False):
+    for batch in batches:
         column = batch.schema.names[0]
         for value in _values(batch.column(0)[first:]):
             text = field_of({column: value}, text_field)
+            if isinstance(text, bytes):
+                with suppress(UnicodeDecodeError):  # then they are no text
+                    text = text.decode()
             values.append(text)
-            if isinstance(text, str):
-                num_bytes += len(text)
+            num_bytes += size_of(text)
             if num_bytes >= BLOCK_BYTES:
                 yield values
                 values = []
@@ -234,9 +268,9 @@ LINES = (".jsonl", ".ndjson", ".json")
 TEXTS = [f"{suffix}{packed}" for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)]
 READERS: dict[str, Reader] = dict.fromkeys(TEXTS, read_text)
 READERS |= {f"{suffix}{packed}": read_lines for suffix in LINES for packed in ("", *PACKED)}
-READERS |= {".parquet": read_table}
+READERS |= {".parquet": read_table, ".arrow": read_arrow}
 READERS |= {suffix: partial(read_array, suffix=suffix) for suffix in ID_SUFFIXES}
-TABLES = (".parquet",)  # each file may lack the column of the text
+TABLES = (".parquet", ".arrow")  # each file may lack the column of the text
 READABLE = f"{' '.join(suffix for suffix in READERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
 
 
@@ -249,11 +283,19 @@ def suffix_of(name: str) -> str:
 # blocks -> documents
 
 
+class Skipped(ValueError):
+    """Why a row has no text, and what to do if no row has any."""
+
+    def __init__(self, reason: str, advice: str = ""):
+        super().__init__(reason)
+        self.advice = advice
+
+
 class Document(NamedTuple):
     """A document, or what a text has after its first block."""
 
     row: int  # of its file
-    text: object  # str; a ValueError with the reason to skip the row; or data of the wrong type
+    text: str | list | Skipped  # a list may hold token ids
     is_begin: bool = True
 
 
@@ -268,61 +310,81 @@ def read_documents(block: Block, text_field: str) -> Iterator[Document]:
             lines = block.data.split(b"\n")
             if not lines[-1]:  # what follows the last line break
                 lines.pop()
-            values = _json_values(block, lines, text_field)
+            values = _json_values(block.name, lines, text_field)
         row = block.row
         for value in values:
-            is_empty = isinstance(value, str) and not value.strip()
-            yield Document(row, ValueError(NO_TEXT) if is_empty else value)
+            if isinstance(value, str) and not value.strip():
+                value = Skipped(NO_TEXT)
+            if not isinstance(value, str | list | Skipped):
+                kind = "null" if value is None else type(value).__name__
+                value = Skipped(f"{kind}, not a string", "set --text_field to the field with the text")
+            yield Document(row, value)
             row += 1
         if block.skips_line:
-            yield Document(row, ValueError(f"a line of {bytes_text(LONGEST_LINE)} or more"))
+            yield Document(row, Skipped(f"a line of {bytes_text(LONGEST_LINE)} or more"))
 
 
 def _document_of(block: Block) -> Iterator[Document]:
     is_begin = block.at == 0
     text = block.data.decode("utf-8-sig" if is_begin else "utf-8", "surrogateescape")
     if is_begin and len(block.data) < BLOCK_BYTES and not text.strip():  # and so is the whole file
-        yield Document(0, ValueError(NO_TEXT))
+        yield Document(0, Skipped(NO_TEXT))
     else:
         yield Document(0, text, is_begin)
 
 
-def _json_values(block: Block, lines: list[bytes], text_field: str) -> Iterator[object]:
-    """Yield the text of each line of JSON, or a ValueError that says why there is none; the list becomes empty."""
+def _json_values(name: str, lines: list[bytes], text_field: str) -> Iterator[object]:
+    """Yield the text of each line of JSON, or why there is none; the list becomes empty."""
     lines.reverse()
-    is_first = block.at == 0  # the line is the first one of the file
     while lines:
-        text = lines.pop().decode("utf-8-sig", "surrogateescape")
+        row = json_of(lines.pop().decode("utf-8-sig", "surrogateescape"), name)
+        yield row if isinstance(row, Skipped) else field_of(row, text_field)
+
+
+def json_of(line: str, name: str) -> object:
+    """Return what a line of a file holds as JSON, perhaps as a part of an array, or why there is no object."""
+    text = line.strip()
+    for part in (text, text.removeprefix("[").rstrip(",]")):
         try:
-            row = json.loads(text)
-        except (ValueError, RecursionError):
-            if not is_first or text.strip() not in ("[", "[{", "{"):
-                yield ValueError("broken JSON" if text.strip() else "blank line")
-                is_first = False
-                continue
-            row = []  # begun in this line
-        if is_first and isinstance(row, list):
-            command = f"""jq -c 'if type == "array" then .[] else . end' {shlex.quote(block.name)} > rows.jsonl"""
-            raise UserError(
-                f"{block.name}: found an array or indented JSON; expected one object a line. Try: {command}"
-            )
-        del text
-        value = field_of(row, text_field)
-        if is_first and block.file == 0 and isinstance(value, ValueError):  # probably the wrong --text_field
-            raise no_text_field(block.name, text_field, (isinstance(row, dict) and row) or [type(row).__name__])
-        is_first = False
-        yield value
+            row = _loads(part)
+        except RecursionError:
+            return Skipped("JSON that is nested too deeply")
+        except ValueError:
+            continue
+        if isinstance(row, dict) or (part == text and not isinstance(row, list)):
+            return row
+    file = shlex.quote(name)
+    if not text:
+        return Skipped("blank line")
+    if text in ("[", "[{", "{") or text.endswith("]"):
+        command = f"""jq -c 'if type == "array" then .[] else . end' {file} > rows.jsonl"""
+        return Skipped("an array or indented JSON", f"expected one object a line. Try: {command}")
+    if "\r" in text:
+        return Skipped("lines that end with CR", f"try: tr '\\r' '\\n' < {file} > rows.jsonl")
+    if "\t{" in text:
+        return Skipped("a column before the JSON", f"try: cut -f 2- {file} > rows.jsonl")
+    return Skipped("broken JSON", "expected one object a line")
+
+
+def _loads(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more than 4,300 digits
+        return json.loads(text, parse_int=float)
 
 
 def field_of(row: object, name: str) -> object:
-    """Return a field of an object, meta.text being the field text of its field meta; a ValueError if there is none."""
-    if isinstance(row, dict):
-        if name in row:
-            return row[name]
-        outer, _, inner = name.partition(".")
-        if outer in row:
-            return field_of(row[outer], inner)
-    return ValueError(f"no field {name!r}")
+    """Return a field of an object, meta.text being the field text of its field meta, or why there is none."""
+    if not isinstance(row, dict):
+        return Skipped(f"no field {name!r}", f"found {type(row).__name__}; expected one object a line")
+    if name in row:
+        return row[name]
+    outer, _, inner = name.partition(".")
+    if outer in row:
+        return field_of(row[outer], inner)
+    return Skipped(f"no field {name!r}", which_field(row))
 
 
 def repair(text: str) -> str:
@@ -358,13 +420,21 @@ def naming(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # gzip, pyarrow and datasets each raise their own types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(
-            f"{name}: cannot be read, {reason}; repair or remove it, then run this again, with another --out if shards "
-            "were already written"
-        ) from error
+        advice = "repair or remove it, then run this again, with another --out if shards were already written"
+        if "requires too much memory" in reason:
+            advice = (
+                f"pack it with a window of at most 128 MB: zstd -d --long=31 -c {shlex.quote(name)} | zstd > NEW.zst"
+            )
+        raise UserError(f"{name}: cannot be read, {reason}; {advice}") from error
 
 
-def no_text_field(where: str, text_field: str, found: Iterable[str]) -> UserError:
-    return UserError(
-        f"{where}: no field {text_field!r}; found {', '.join(found)}; set --text_field to the field with the text"
-    )
+def no_text_field(where: str, text_field: str, names: Iterable[str]) -> UserError:
+    return UserError(f"{where}: no field {text_field!r}; {which_field(names)}")
+
+
+def which_field(names: Iterable[str]) -> str:
+    """Return what to do if none of the fields with these names is that of --text_field."""
+    found = f"found {', '.join(names)}"
+    if "input_ids" in names:
+        return f"{found}; --text_field input_ids reads token ids; name their tokenizer with --tokenizer"
+    return f"{found}; set --text_field to the field with the text"

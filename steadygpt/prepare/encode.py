@@ -1,6 +1,7 @@
 """Units of a source to token ids, in worker processes."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from steadygpt.data.shards import check_vocabulary, token_dtype
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
-from steadygpt.prepare.documents import Block, cut_document, read_documents, repair
+from steadygpt.prepare.documents import NO_TEXT, Block, Skipped, cut_document, read_documents, repair
 
 
 class Encoded(NamedTuple):
@@ -20,7 +21,28 @@ class Encoded(NamedTuple):
     skipped: Sequence[tuple[str, str]] = ()  # rows that are skipped, as FILE:NUMBER, and the reasons
     documents: int = 0
     repaired: int = 0  # characters U+FFFD that replace invalid Unicode
-    spelled: int = 0  # how often texts contain the characters of the document token
+    spelled: Mapping[str, int] = {}  # special token -> how often texts contain its characters
+
+
+def ids_of_row(row: list, where: str, vocab_size: int, document_id: int) -> np.ndarray:
+    """Return the token ids (n,) of a document, which a row has in place of text.
+
+    The document token is put before them, unless it is there, or after them, already.
+
+    Raises: ValueError if the row holds something else; UserError for an id outside of the vocabulary.
+    """
+    if not row:
+        raise ValueError(NO_TEXT)
+    try:
+        ids = np.array(row)
+    except ValueError:  # lists of different lengths
+        ids = np.array(None)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise ValueError("a list, but not of token ids")
+    check_vocabulary(where, ids, vocab_size)
+    if document_id in (ids[0], ids[-1]):
+        return ids
+    return np.concatenate([[document_id], ids])
 
 
 def encode(
@@ -28,7 +50,7 @@ def encode(
 ) -> Encoded:
     """Encode the documents of a unit, with the document token before each and nowhere else.
 
-    Token ids are checked instead.
+    Token ids, of which a file may consist and which rows may have in place of text, are checked instead.
 
     Args:
         record: of the tokenizer, whose file is in the folder `out`, if it has one.
@@ -49,18 +71,30 @@ def encode(
     skipped = []
     documents = 0
     repaired = 0
-    spelled = 0
+    spelled = Counter[str]()
     for block in unit:
         for row, text, is_begin in read_documents(block, text_field):
-            if not isinstance(text, str):
-                kind = "null" if text is None else type(text).__name__
-                reason = str(text) if isinstance(text, ValueError) else f"{kind}, not a string"
-                skipped.append((f"{block.name}:{row + 1}", reason))
+            where = f"{block.name}:{row + 1}"
+            if isinstance(text, list):
+                try:
+                    array = ids_of_row(text, where, vocab_size, tokenizer.document_id).astype(dtype)
+                except ValueError as error:
+                    skipped.append((where, str(error)))
+                    continue
+                documents += 1
+                for start in range(0, len(array), piece_bytes):
+                    part = array[start : start + piece_bytes]
+                    ids += part.tobytes()
+                    ends.append(len(ids) // dtype.itemsize)
+                    sizes.append(len(part))
+                continue
+            if isinstance(text, Skipped):
+                skipped.append((where, str(text)))
                 continue
             clean = repair(text)
             if clean is not text:
                 repaired += clean.count("\ufffd") - text.count("\ufffd")
-            spelled += clean.count(tokenizer.document_token)
+            spelled.update(tokenizer.special.findall(clean))
             if is_begin:
                 documents += 1
                 ids += begin

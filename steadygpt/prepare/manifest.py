@@ -45,7 +45,7 @@ class Manifest:
     dtype: Annotated[str, "uint16|uint32"]
     documents: Count = 0
     repaired: Count = 0
-    spelled: Count = 0
+    spelled: dict[str, Count] = field(default_factory=dict)  # special token -> how often texts contain its characters
     skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
     read: Count = 0  # bytes of text so far, or token ids
     read_for_val: Count = 0  # of these, in val
@@ -131,7 +131,7 @@ class Manifest:
             begin = end
         self.documents += found.documents
         self.repaired += found.repaired
-        self.spelled += found.spelled
+        self.spelled = Counter(self.spelled) + Counter(found.spelled)
         self.tokens += len(found.ids)
         self.skipped = Counter(self.skipped) + Counter(reason for _, reason in found.skipped)
         return ids
@@ -142,6 +142,5 @@ class Manifest:
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
             notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
-        if self.spelled:
-            notes.append(f"{self.spelled:,} {self.document_token} inside texts encoded as text")
+        notes += [f"{count:,} {token} inside texts encoded as text" for token, count in self.spelled.items()]
         return ", ".join([*notes, f"{self.tokens:,} tokens"])

@@ -4,18 +4,18 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from steadygpt.base.durable import fsync, no_link
+from steadygpt.base.durable import fsync, no_link, sha256_of
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
-from steadygpt.data.shards import MANIFEST, write_shard
+from steadygpt.data.shards import MANIFEST, ShardEntry, npy_header
 from steadygpt.prepare.documents import NO_TEXT, Block
 from steadygpt.prepare.encode import Encoded
 from steadygpt.prepare.files import STDLIB
@@ -29,7 +29,7 @@ LEAST_TOKENS = 100  # of a source with a val split
 
 
 class Shards:
-    """The shards of a folder. The ids of the next shard of each split are in a file NAME.part, which only grows.
+    """The shards of a folder. The next shard of each split is a file NAME.part, which only grows until it is renamed.
 
     So the last saved manifest always fits the files. save() runs in a thread, so that workers get units meanwhile.
     """
@@ -54,60 +54,72 @@ class Shards:
         return self.out / f"{self.name}_{split}_{number:06d}.npy"
 
     def _part(self, split: str) -> Path:
-        """Return the path of the ids that the next shard of a split has so far."""
+        """Return the path of the next shard of a split while it grows."""
         return self._path(split).with_suffix(".npy.part")
+
+    def _size(self, split: str) -> int:
+        """Return how many bytes the next shard of a split has so far."""
+        return len(npy_header(self.dtype, 0)) + self.begun[split] * self.dtype.itemsize
 
     def _open(self, split: str) -> IO[bytes]:
         path = self._part(split)
-        file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
-        num_bytes = self.begun[split] * self.dtype.itemsize
-        if file.seek(0, os.SEEK_END) < num_bytes:
+        shard = self._path(split)
+        if shard.exists():  # renamed by a start that was killed before it could save the manifest
+            shard.rename(path)
+        file = open(path, "r+b" if path.exists() else "x+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
+        if self.begun[split] and file.seek(0, os.SEEK_END) < self._size(split):
             raise UserError(f"{path}: missing or damaged; {MANIFEST} lists it. Empty {self.out} and prepare it again")
-        file.truncate(num_bytes)
+        file.truncate(self._size(split))
+        file.seek(0, os.SEEK_END)
         return file
 
     def save(self, manifest: Manifest, units: list[dict[str, list[np.ndarray]]]) -> None:
-        """Append the ids of units to the splits, and save the manifest, whose `next` is the unit after them."""
-        finished = []
+        """Append the ids of units to the splits, and save the manifest, whose `next` is the unit after them.
+
+        Raises: OSError with errno and path, for example on a full disk.
+        """
         for ids_of_split in units:
             for split, blocks in ids_of_split.items():
                 for ids in blocks:
                     while len(ids):
                         if self.begun[split] == self.shard_size:  # not before there is more, so that no shard is empty
-                            finished.append(self._finish(split))
+                            self._finish(split)
                             self.parts[split] = self._open(split)
                         fitting = ids[: self.shard_size - self.begun[split]]
-                        self.parts[split].write(fitting.tobytes())
+                        with naming_file(self.parts[split]) as file:
+                            file.write(fitting.tobytes())
                         self.begun[split] += len(fitting)
                         ids = ids[len(fitting) :]
-        for file in self.parts.values():
+        for part in self.parts.values():
+            with naming_file(part) as file:
+                file.flush()
+                fsync(file.fileno())
+        dataclasses.replace(manifest, shards=list(self.done), begun=dict(self.begun)).save(self.out)
+
+    def _finish(self, split: str) -> None:
+        """Make a shard of the ids that a split has so far."""
+        path = self._path(split)
+        with naming_file(self.parts[split]) as file:
+            file.truncate(self._size(split))  # see give_to_val
+            file.seek(0)
+            file.write(npy_header(self.dtype, self.begun[split]))
             file.flush()
             fsync(file.fileno())
-        dataclasses.replace(manifest, shards=list(self.done), begun=dict(self.begun)).save(self.out)
-        for path in finished:
-            path.unlink()
-
-    def _finish(self, split: str) -> Path:
-        """Make a shard of the ids that a split has so far; return their file, which the saved manifest still needs."""
-        path = self._path(split)
-        part = self._part(split)
-        self.parts[split].close()
-        ids = np.memmap(part, self.dtype, "r", shape=(self.begun[split],))
-        digest = write_shard(path, ids)
-        self.done.append({"file": path.name, "split": split, "tokens": len(ids), "sha256": digest})
+            file.close()
+        self._part(split).rename(path)
+        entry: ShardEntry = {"file": path.name, "split": split, "tokens": self.begun[split], "sha256": sha256_of(path)}
+        self.done.append(entry)
         self.begun[split] = 0
-        return part
 
     def complete(self, manifest: Manifest) -> Manifest:
         """Make shards of the rest, and return the complete manifest."""
-        parts = [self._part(split) for split in self.parts]
         for split in self.parts:
             if self.begun[split]:
                 self._finish(split)
+            else:
+                self._part(split).unlink()
         manifest = dataclasses.replace(manifest, shards=self.done, complete=True)
         manifest.save(self.out)
-        for path in parts:
-            path.unlink()
         return manifest
 
     def give_to_val(self, count: int) -> None:
@@ -128,6 +140,16 @@ class Shards:
     def close(self) -> None:
         for file in self.parts.values():
             file.close()
+
+
+@contextmanager
+def naming_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Name the file in the errors of writing to it, which lack it."""
+    try:
+        yield file
+    except OSError as error:
+        error.filename = file.name
+        raise
 
 
 def problem_of(manifest: Manifest) -> str:
@@ -178,4 +200,5 @@ def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, mani
             count = min(max(1, int(manifest.tokens * manifest.val_share)), shards.begun["train"] - 1)
             shards.give_to_val(count)
             manifest = dataclasses.replace(manifest, tokens_for_val=count)
+            shards.save(manifest, [])
         return shards.complete(manifest)

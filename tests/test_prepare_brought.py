@@ -1,0 +1,153 @@
+"""Tests of what people bring to prepare_dataset.py: rows and files that other programs write in their own ways."""
+
+import gzip
+import json
+import random
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from prepared import END, ids_expected, ids_of, prepare, refused, small_units  # noqa: F401
+from test_tokenizer_json import byte_tokenizer
+
+TEXTS = [f"{number} {'word ' * (number % 7)}\u00e9" for number in range(40)]
+ROWS = [json.dumps({"text": text}) for text in TEXTS]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_arrow(path: str, table: pyarrow.Table, writer=pyarrow.ipc.new_stream, rows=7) -> None:
+    with pyarrow.OSFile(str(path), "wb") as file, writer(file, table.schema) as written:
+        written.write_table(table, max_chunksize=rows)
+
+
+def write_saved(path: str) -> None:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path, num_shards=3)
+
+
+def write_binary(path: str, kind: pyarrow.DataType) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([t.encode() for t in TEXTS], kind)}), path)
+
+
+@pytest.mark.parametrize(("source", "write"), [
+    ("a.jsonl", lambda path: path.write_text(",\n".join(ROWS) + ",\n")),
+    ("a.jsonl", lambda path: path.write_text("[" + ",\n".join(ROWS) + "]\n")),
+    ("a.jsonl", lambda path: path.write_text("\r\n".join(ROWS))),
+    ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress("\n".join(ROWS).encode()) + bytes(1000))),
+    ("a.jsonl.gz", lambda path: path.write_bytes(b"".join(gzip.compress(f"{row}\n".encode()) for row in ROWS))),
+    ("a.arrow", lambda path: write_arrow(path, pyarrow.table({"text": TEXTS}))),
+    ("a.arrow", lambda path: write_arrow(path, pyarrow.table({"text": TEXTS}), rows=1000)),
+    ("a.arrow", lambda path: write_arrow(path, pyarrow.table({"text": TEXTS}), pyarrow.ipc.new_file)),
+    ("saved", write_saved),
+    *(("a.parquet", partial(write_binary, kind=kind)) for kind in (pyarrow.binary(), pyarrow.large_binary())),
+])  # fmt: skip
+@pytest.mark.usefixtures("small_units")
+def test_rows_as_other_programs_write_them_are_read(source, write):
+    write(Path(source))
+    prepare(source)
+    assert ids_of() == ids_expected(TEXTS)
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    ("\r".join(ROWS), r"lines that end with CR; try: tr '\\r' '\\n' < a.jsonl > rows.jsonl"),
+    ("".join(f"7\t{row}\n" for row in ROWS), "a column before the JSON; try: cut -f 2- a.jsonl > rows.jsonl"),
+    ("".join(f"<{row}>\n" for row in ROWS), "broken JSON; expected one object a line"),
+    ("".join(f"{json.dumps(json.loads(row), indent=1)}\n" for row in ROWS), "an array or indented JSON; expected one"),
+    (f"[{','.join(ROWS)}]", "an array or indented JSON; expected one object a line. Try: jq -c .* a.jsonl > rows"),
+    ('"text"\n' * 9, "no field 'text'; found str; expected one object a line"),
+    ('{"body": "a"}\n' * 9, "no field 'text'; found body; set --text_field"),
+    ('{"text": 1}\n' * 9, "int, not a string; set --text_field to the field with the text"),
+    ('{"text": ["a", 1]}\n' * 20, "a list, but not of token ids"),
+])  # fmt: skip
+def test_rows_that_cannot_be_read_are_explained(content, reason):
+    Path("a.jsonl").write_text(content)
+    refused("--source a.jsonl", f"^a.jsonl:1: {reason}")
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"n": ' + "9" * 5000 + ', "text": "x"}', "[" * 10**5, '{"text": 1e999}', "{", "[]", '"', "1"]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_bad_row_does_not_end_the_command(bad, place):
+    Path("a.jsonl").write_text("\n".join([*ROWS[:place], bad, *ROWS[place:]]) + "\n")
+    manifest = prepare("a.jsonl")
+    assert manifest["documents"] + sum(manifest["skipped"].values()) == len(ROWS) + 1
+
+
+def test_a_window_that_is_too_large_is_explained():
+    Path("a.txt").write_bytes(b"".join(b"%d word" % number for number in range(10**6)) * 15)
+    subprocess.run(["zstd", "-q", "--long=28", "a.txt"], check=True)
+    refused("--source a.txt.zst", r"a\.txt\.zst: cannot be read, .* pack it with a window of at most 128 MB: zstd -d")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# token ids in rows
+
+
+def write_ids(kind: str, rows: list) -> str:
+    if kind == "jsonl":
+        Path("a.jsonl").write_text("".join(json.dumps({"input_ids": row, "n": 1}) + "\n" for row in rows))
+    elif kind == "arrow":
+        write_arrow("a.arrow", pyarrow.table({"input_ids": rows, "n": [1] * len(rows)}))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"input_ids": rows}), "a.parquet", row_group_size=9)
+    return f"a.{kind}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "arrow", "parquet"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("small_units")
+def test_rows_of_ids_become_documents(kind, seed):
+    """With the document token before each, unless a row begins or ends with it."""
+    choice = random.Random(seed)
+    rows = [[choice.randrange(256) for _ in range(int(10 ** choice.uniform(0, 3)))] for _ in range(30)]
+    rows[3] = [END, *rows[3]]
+    rows[4].append(END)
+    source = write_ids(kind, rows)
+    refused(f"--source {source}", "no field 'text'; found input_ids.* --text_field input_ids reads token ids; name")
+    assert prepare(source, "whole", "--val_tokens 0 --text_field input_ids")["documents"] == len(rows)
+    expected = [i for row in rows for i in ([] if END in (row[0], row[-1]) else [END]) + row]
+    assert ids_of("whole") == expected
+    prepare(source, "two", "--text_field input_ids --num_workers 2")
+    assert sorted(ids_of("two")) == sorted(expected)
+    assert 0 < len(ids_of("two", "val")) <= len(expected) / 40
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "arrow", "parquet"])
+def test_ids_in_rows_need_the_name_of_their_tokenizer(kind):
+    source = write_ids(kind, [[1, 2, 3]] * 100)
+    refused(
+        f"--source {source} --text_field input_ids --tokenizer ''", "holds token ids; name the tokenizer that wrote"
+    )
+    source = write_ids(kind, [[1, 2, 3]] * 99 + [[1, 300]])
+    refused(
+        f"--source {source} --text_field input_ids", rf"^{source}:100: holds token id 300, outside the vocabulary of"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# special tokens that texts spell
+
+
+def test_all_special_tokens_that_texts_spell_are_counted(capsys):
+    special = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<|im|>": 259}
+    Path("tokenizer.json").write_text(byte_tokenizer(special))
+    text = "<|im_start|>user hi<|im_end|><|im|>\n" * 30 + "<|endoftext|>"
+    Path("a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 100)
+    manifest = prepare("a.jsonl", flags="--tokenizer tokenizer.json --val_tokens 0")
+    assert manifest["spelled"] == {"<|im_start|>": 3000, "<|im_end|>": 3000, "<|im|>": 3000, "<|endoftext|>": 100}
+    said = capsys.readouterr()
+    assert "a.jsonl: contains <|im_start|>, which is encoded as text. If it means the token, encode" in said.err
+    assert "a.jsonl: contains <|endoftext|>, which is encoded as text. If it separates documents" in said.err
+    assert "3,000 <|im_start|> inside texts encoded as text" in said.out
+    assert np.isin(ids_of(), [257, 258, 259]).sum() == 0
