@@ -8,8 +8,8 @@ The families of steadygpt/convert/families.py are known: GPT-2, GPT-NeoX, Llama,
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
 
-The conversion is exact: weights are renamed, split, reordered or negated, but never rounded. A converted checkpoint
-holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
+The conversion is exact: weights are renamed, split, reordered or negated, but only --dtype rounds them. A converted
+checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from steadygpt.base.progress import say
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import NAMED, WITHOUT_RUN, Weights, open_checkpoint
 from steadygpt.convert.families import FAMILIES, find_family, to_foreign, write_config
-from steadygpt.convert.weights import import_safetensors, load_model, read_weights, sketch_of, with_tokenizer
+from steadygpt.convert.weights import import_safetensors, load_model, read_kept, read_weights, sketch_of, with_tokenizer
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named
-from steadygpt.data.tokenizer_json import to_json
+from steadygpt.data.tokenizer_json import NotConvertible, to_json
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,25 @@ class ConvertOptions:
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
     checkpoint_dir: str = option("checkpoints", "folder of latest, best, stable and average:N")
+    dtype: str = option(
+        "float32",
+        "of the weights in a Hugging Face folder; float32 is exact, the others take half the size",
+        choices=("float32", "bfloat16", "float16"),
+    )
     tokenizer: str = option(
         "", "tokenizer of the weights, if the source does not name it: a name, hf:NAME, or the path of a tokenizer.json"
     )
 
 
-def write_folder(checkpoint: dict, folder: Path) -> list[str]:
+def as_json(content: dict) -> str:
+    return f"{json.dumps(content, indent=2)}\n"
+
+
+def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list[str]:
     """Write a checkpoint atomically as a folder that transformers loads.
+
+    Args:
+        dtype: of the weights, a name in torch.
 
     Returns: warnings for the user.
     """
@@ -58,42 +70,50 @@ def write_folder(checkpoint: dict, folder: Path) -> list[str]:
     kind = find_family(config)
     family = FAMILIES[kind]
 
-    notes, record = [], TokenizerRecord.of(checkpoint)
-    tokenizer = end_of_text = None
+    record = TokenizerRecord.of(checkpoint)
+    notes = []
+    end_of_text = None
+    tokenizer_json = record.tokenizer_json
     try:
-        found = load_tokenizer(record)
-        tokenizer, end_of_text = found, found.document_id
+        tokenizer = load_tokenizer(record)
+        end_of_text = tokenizer.document_id
+        tokenizer_json = tokenizer.json or to_json(tokenizer.encoding)
+    except NotConvertible as error:
+        if not tokenizer_json:
+            notes.append(f"no tokenizer in {folder}: {error}")
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 
     has_biases = family.fixed.get("bias", True)  # a class that has biases always has them: missing ones become zeros
     weights: dict[str, Tensor] = {}
     for name, empty in sketch_of(dataclasses.replace(config, bias=has_biases)).named_parameters():
-        weights |= to_foreign(name, checkpoint["model"].get(name, torch.zeros(empty.shape)), config, family)
+        weight = checkpoint["model"].get(name, torch.zeros(empty.shape)).to(getattr(torch, dtype))
+        if not weight.isfinite().all():
+            raise UserError(f"{folder}: {name} has numbers beyond {dtype}; try --dtype bfloat16")
+        weights |= to_foreign(name, weight, config, family)
 
     own = {"bias": config.bias, "vocab_size": config.vocab_size, **record._asdict()}
-    del own["tokenizer_json"]  # is a file of the folder
-    stored = write_config(config, kind) | {
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "pad_token_id": None,  # NanoChat's default is an id, whose embedding is then not trained
-        "torch_dtype": "float32",
-        "steadygpt": own,
-    }
+    del own["tokenizer_json"], own["tokenizer_files"]  # are files of the folder
+    kept = read_kept(record, config.vocab_size)
+    # None for NanoChat, whose default is an id; its embedding is then not trained.
+    ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None} | kept["ids"]
+    stored = write_config(config, kind) | ids | {"torch_dtype": dtype, "steadygpt": own}
+    texts = {"config.json": as_json(stored), "generation_config.json": as_json(ids)}
+    if tokenizer_json:
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
+        about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
+        about["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 passes others to generate()
+        texts |= {"tokenizer_config.json": as_json(about), TOKENIZER_JSON: tokenizer_json}
+    texts |= kept["files"]
     temporary = folder.absolute().with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
         temporary.mkdir(parents=True)
-        (temporary / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
+        for name, text in texts.items():
+            (temporary / name).write_bytes(text.encode())
         safetensors.torch.save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         # As readable as the others: safetensors lets only the owner read it.
         shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
-        if tokenizer:
-            about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
-            about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
-            about["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 passes others to generate()
-            (temporary / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
-            (temporary / TOKENIZER_JSON).write_bytes((tokenizer.json or to_json(tokenizer.encoding)).encode())
         for file in temporary.iterdir():
             with open(file, "rb") as written:
                 fsync(written.fileno())
@@ -134,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"again with --tokenizer PATH/{TOKENIZER_JSON}"
             )
     else:
-        notes = write_folder(checkpoint, target)
+        notes = write_folder(checkpoint, target, options.dtype)
         use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
     config = GPTConfig(**checkpoint["model_config"])
     parameters = f"{sketch_of(config).num_parameters() / 1e6:,.2f} M parameters, context {config.context_length:,}"

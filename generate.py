@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model import GPT, KVCache
 from steadygpt.base.options import UserError, option, parse_options, run_cli
-from steadygpt.base.text import printable
+from steadygpt.base.text import encoding_of, printable
 from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.convert.weights import CheckpointOptions, load_model
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
@@ -129,13 +129,16 @@ class GenerateOptions(CheckpointOptions):
 def read_prompt(path: str) -> str:
     """Return the text of a file, or of standard input if the path is "-", without its last line break."""
     try:
-        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode(encoding_of(data))
     except OSError as error:
         raise UserError(
             f"--prompt_file {path}: {error.strerror}; expected a text file, or - for standard input"
         ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt_file {path}: not UTF-8 at byte {error.start:,}; convert it to UTF-8") from error
+        raise UserError(
+            f"--prompt_file {path}: not {error.encoding} at byte {error.start:,}; convert it to UTF-8"
+        ) from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise UserError(f"--prompt_file {path}: empty; expected text to continue")

@@ -42,11 +42,13 @@ from steadygpt.data.tokenizer import (
     TOKENIZER_JSON,
     TokenizerRecord,
     fetch_json,
+    identify,
     load_tokenizer,
     vocab_size_of,
     vocab_size_to_train,
 )
 from steadygpt.data.tokenizer_check import check_against_library
+from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.machine.host import usable_cores
 from steadygpt.network import hub
 from steadygpt.prepare.documents import (
@@ -94,7 +96,8 @@ class PrepareOptions:
     tokenizer: str = option(
         "",
         "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a byte-level BPE tokenizer.json (default: gpt2; for token ids, name the one that wrote them)",
+        "or the path of a byte-level BPE tokenizer.json (default: gpt2). For token ids, the one that wrote them: any "
+        "tokenizer.json, or ids:N if only the number of ids is known",
     )
     tokenizer_bytes: int | None = option(
         None,
@@ -137,16 +140,29 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if record.is_file:
         text = trained_json(options, source, out) if is_trained else fetch_json(name)
         record = record._replace(tokenizer_json=text)
-        _ = load_tokenizer(record).document_id  # refuses it before it is written
+    try:
+        _ = load_tokenizer(record).document_id  # raises if it has no such token
+    except NotConvertible:
+        if not (source.holds_ids or rows_hold_ids(source, options.text_field)):
+            raise
+    identity, vocab_size = identify(record)
+    if record.is_file:
         if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
             raise UserError(
                 f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
                 "with --tokenizer"
             )
         replace_file(path, lambda file: file.write(text.encode()))
-    tokenizer = load_tokenizer(record)
-    _ = tokenizer.document_id  # raises if it has no such token
-    return record._replace(tokenizer_sha256=tokenizer.sha256), tokenizer.n_vocab
+    return record._replace(tokenizer_sha256=identity), vocab_size
+
+
+def rows_hold_ids(source: Source, text_field: str) -> bool:
+    """Return whether the first row that is not skipped has token ids in place of text."""
+    for block in source.blocks(text_field, 0, Place()):
+        for document in read_documents(block, text_field):
+            if not isinstance(document.text, Skipped):
+                return isinstance(document.text, list)
+    return False
 
 
 def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
@@ -323,7 +339,8 @@ def check_tokenizer_on(sample: list[Block], manifest: Manifest, out: Path) -> No
             for piece, size in cut_document(repair(document.text)):
                 texts.append(piece)
                 num_bytes += size
-    check_against_library(load_tokenizer(record, out), texts, record.tokenizer)
+    if texts:
+        check_against_library(load_tokenizer(record, out), texts, record.tokenizer)
 
 
 def choose_val_share(manifest: Manifest, most: float, tokens: float, size: float) -> float:

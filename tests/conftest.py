@@ -332,7 +332,7 @@ def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -
     return {
         "format_version": FORMAT_VERSION, "step": step, "rows_consumed": 4 * step, "model": model,
         "model_config": vars(config), "tokenizer": tokenizer, "tokenizer_sha256": "",
-        "document_token": "<|endoftext|>", "tokenizer_json": "", "saved_at": 0.0,
+        "document_token": "<|endoftext|>", "tokenizer_json": "", "tokenizer_files": "", "saved_at": 0.0,
     } | WITHOUT_RUN  # fmt: skip
 
 

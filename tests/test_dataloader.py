@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -62,11 +63,17 @@ def test_permute_is_a_permutation(n, huge, seed, start):
     assert 0 <= images.min() <= images.max() < huge
 
 
-def test_permute_draws_every_order_about_equally_often():
-    orders = [tuple(permute(np.arange(3), 3, key_of(seed))) for seed in range(1200)]
-    counts = [orders.count(order) for order in set(orders)]
-    assert len(counts) == 6
-    assert 150 < min(counts) <= max(counts) < 250
+@pytest.mark.parametrize("n", range(2, 7))
+def test_permute_draws_every_order_equally_often(n):
+    """As Pearson's test tells it: counts differ from each other as chance makes them differ."""
+    keys = key_of(np.arange(60_000), n)
+    orders = np.stack([permute(np.full(len(keys), i), n, keys) for i in range(n)], axis=1)
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(counts) == math.factorial(n)
+    expected = len(keys) / len(counts)
+    freedom = len(counts) - 1
+    deviation = ((counts - expected) ** 2 / expected).sum() / freedom
+    assert deviation < 1 + 5 * math.sqrt(2 / freedom)
 
 
 @given(shard_sizes, contexts, seeds, switches, switches, st.integers(0, 3))

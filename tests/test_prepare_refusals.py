@@ -154,7 +154,7 @@ ZSTD = pyarrow.compress(ROW * 9999, "zstd", asbytes=True)
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.json", b"[%s,%s]" % (ROW, ROW), "a.json:1: an array or indented JSON; expected one object a line. Try: jq -c .* a"),
+    ("a.json", b"[%s,%s]" % (ROW, ROW), "a.json:1: an array or indented JSON; expected one object a line. Try: jq"),
     ("a.json", json.dumps([{"text": "a"}], indent=1).encode(), r"a line. Try: jq -c .* a.json > rows.jsonl"),
     ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), "a.jsonl:1: an array or indented JSON"),
     ("a.jsonl", ROW + b"\n" + b"\0" * 100, f"a.jsonl: {NOT_TEXT}"),

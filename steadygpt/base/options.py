@@ -125,7 +125,10 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
     for argument in argv:
         if not argument.isascii() and "\\udc" in (shown := ascii(argument)):
             encoding = sys.getfilesystemencoding()
-            raise UserError(f"{shown}: not valid {encoding}; rename it, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1")
+            raise UserError(
+                f"{shown}: not valid {encoding}; write it in this encoding, or rename the file, or set LC_ALL=C.UTF-8 "
+                "and PYTHONUTF8=1"
+            )
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)
     if any(f.metadata["positional"] for f in fields.values()):

@@ -1,8 +1,18 @@
 """Times, sizes and counts in words; imports no PyTorch, so that the monitor starts at once."""
 
+import codecs
 from collections.abc import Sequence
 
 STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
+
+# How a text of UTF-32, UTF-16 or UTF-8 may begin, in this order, for its mark.
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
+
+
+def encoding_of(beginning: bytes) -> str:
+    """Return the encoding of a text that begins with a byte-order mark, or "utf-8"."""
+    return next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), "utf-8")
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygpt.base.durable import check_regular
+from steadygpt.base.foreign import what_it_holds, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.typed import Count, Loss, typed
@@ -41,8 +42,7 @@ FORMAT_VERSION = 5
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
-FOREIGN = "see convert_hf.py for files of other programs"
-ADVICE = f"take another checkpoint, or the version of SteadyGPT that wrote it; {FOREIGN}"
+ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
@@ -346,11 +346,13 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
         reason = (
             "more than tensors and plain types" if is_code else str(error).partition("\n")[0] or type(error).__name__
         )
-        raise UserError(f"{path}: corrupt ({reason}); {FOREIGN}") from error
+        raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
+    if isinstance(content, dict) and "format_version" not in content:
+        raise UserError(f"{path}: {what_it_holds(content, path) or what_it_is(path) or 'not a checkpoint'}")
     read = partial(typed, content, name=path, advice=ADVICE)
     found = read(Weights) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
     shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", ADVICE)

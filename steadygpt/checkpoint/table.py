@@ -83,7 +83,8 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
         parts |= {"last start": starts[-1], "options": starts[-1]["options"] | starts[-1]["decisions"]}
     for part, values in parts.items():
         found = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}
-        found.pop("tokenizer_json", None)  # thousands of lines; its SHA-256 is shown
+        for name in ("tokenizer_json", "tokenizer_files"):
+            found.pop(name, None)  # thousands of lines; the SHA-256 of the tokenizer is shown
         text = ", ".join(f"{name} {value}" for name, value in found.items())
         yield from wrap(f"{part:<10} {text}", 118, initial_indent="  ", subsequent_indent=" " * 13)
     tensors = files.named_tensors(checkpoint).items()

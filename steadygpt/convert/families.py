@@ -1,6 +1,7 @@
 """Models of other projects, called foreign here, in terms of ours: shapes, names and layouts of weights."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,9 +156,16 @@ def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
     """Return the family of a config.json, and its fields of GPTConfig."""
     kind = stored.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError(f"{source}: model_type in config.json is {kind!r}; expected one of {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{source}: model_type in config.json is {json.dumps(kind)}; expected one of {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[kind]
-    if isinstance(rope := stored.get("rope_parameters"), dict):
+    scaling = stored.get("rope_scaling")
+    rope = stored.get("rope_parameters")
+    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default":  # that is, none
+        rope = scaling if rope is None else rope
+        stored = stored | {"rope_scaling": None}
+    if isinstance(rope, dict):
         if any(isinstance(value, dict) for value in rope.values()):
             raise UserError(
                 f"{source}: rope_parameters in config.json differ by layer; expected one set for all layers"
@@ -165,11 +173,13 @@ def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
         stored = stored | rope | {older: rope[newer] for newer, older in ROPE.items() if newer in rope}
     for name, expected in family.required.items():
         if stored.get(name) not in (None, expected):
-            raise UserError(f"{source}: {name} in config.json is {stored[name]!r}; expected {expected!r}")
+            raise UserError(
+                f"{source}: {name} in config.json is {json.dumps(stored[name])}; expected {json.dumps(expected)}"
+            )
     found = {name: stored.get(family.fields[name], default) for name, default in family.defaults.items()}
     if str(found["activation"]) not in family.activations:
         raise UserError(
-            f"{source}: {family.fields['activation']} is {found['activation']!r}; expected one of "
+            f"{source}: {family.fields['activation']} is {json.dumps(found['activation'])}; expected one of "
             f"{', '.join(family.activations)}"
         )
     found = {name: 0 if value is None and name in ABSENT else value for name, value in found.items()}

@@ -5,24 +5,27 @@ import hashlib
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from model import GPT, GPTConfig
 from steadygpt.base.disk import check_pulled
+from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
-from steadygpt.base.typed import read_json
+from steadygpt.base.typed import Count, parse_json, read_json
 from steadygpt.checkpoint.files import (
     FORMAT_VERSION,
     WITHOUT_RUN,
     as_checkpoint,
     check_tensors,
+    checkpoint_files,
     load_verified,
     open_checkpoint,
 )
@@ -32,16 +35,20 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
+    identify,
     load_tokenizer,
     record_named,
     vocab_size_of,
 )
+from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.network import hub
 
 # Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
 GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the latter with the unused rows of nanoGPT
 UNKNOWN = TokenizerRecord("")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LARGEST_KEPT = 2**20  # bytes of a file
 
 
 def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
@@ -57,7 +64,9 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path, given = Path(source), record_named(tokenizer)
     if path.is_dir():
-        if not (path / "config.json").exists() and any(path.glob("*.pt")):
+        if (path / "adapter_config.json").exists():
+            raise UserError(f"{path}: {what_it_is(path / 'adapter_config.json')}")
+        if not (path / "config.json").exists() and checkpoint_files(path):
             path, checkpoint = open_checkpoint(source, path)
             return with_tokenizer(checkpoint, given, path)
         return _read_folder(path, source, given)
@@ -72,6 +81,13 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     if download or not repo.online:
         return _read_folder(folder, source, given)
     return _read_folder(folder, source, given, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
+
+
+class Kept(TypedDict):
+    """What an export writes again of the folder that weights come from."""
+
+    ids: dict[str, Count | list[Count]]  # of config.json
+    files: dict[str, str]  # name -> text
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,8 @@ def _read_file(path: Path, given: TokenizerRecord) -> dict:
         content = load_verified(path)
     content = content if isinstance(content, dict) else {}
     shape = content.get("model_args", content.get("config"))
+    if isinstance(shape, dict) and "block_size" not in shape:
+        shape = None  # of another program, see as_checkpoint
     if isinstance(shape, dict) and "model_args" in content:
         found = {"activation": "gelu"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):
@@ -182,13 +200,15 @@ def _own_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_folder(folder: Path, source: str, given: TokenizerRecord, with_weights: bool = True) -> dict:
     if not (folder / "config.json").exists():
-        raise UserError(f"{source}: not a Hugging Face model; expected config.json in it")
+        kind = what_it_is(folder) or "not a Hugging Face model; expected config.json in it"
+        raise UserError(f"{source}: {kind}")
     stored = read_json(folder / "config.json", dict, "expected that of a Hugging Face model")
     family, found = families.read_config(stored, source)
     config = _config(found, family.fields, source)
     own = stored.get("steadygpt")  # written by write_folder of convert_hf.py
     own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
     record = given if given.tokenizer else _tokenizer_of(folder, source, own, config, stored)
+    record = record._replace(tokenizer_files=kept_files(folder, stored))
     weights = _read_safetensors(folder, source, family) if with_weights else {}
     biases = {name for name in weights if name.endswith(".bias")}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
@@ -236,7 +256,8 @@ def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig
         value, expected = found.get(f.name, f.default), kind_of(f)
         if type(value) not in ((int, float) if expected is float else (expected,)):
             example = "true or false" if expected is bool else f"{expected.__name__}, such as {f.default}"
-            raise UserError(f"{source}: {names.get(f.name, f.name)} is {value!r}; expected {example}")
+            found_text = json.dumps(value, default=repr)
+            raise UserError(f"{source}: {names.get(f.name, f.name)} is {found_text}; expected {example}")
         shape[f.name] = value
     try:
         config = GPTConfig(**shape)
@@ -264,6 +285,9 @@ def _converted(
     }
     if weights is None:
         return checkpoint
+    head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
+    if config.tied_head and table not in weights and head in weights:  # either name may hold the tied table
+        weights[table] = weights[head]
     for name, empty in sketch_of(config).named_parameters():  # without a tied head
         parts = []
         for foreign, like in to_foreign(name, empty, config, family).items():
@@ -280,7 +304,6 @@ def _converted(
         model[name] = to_own(name, parts, config, family)
     if config.tied_head:
         model["lm_head.weight"] = model["wte.weight"]
-        head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
         stored = weights.pop(head, model["wte.weight"])[: config.vocab_size].float()
         if not torch.equal(stored, model["wte.weight"][: config.vocab_size]):
             raise UserError(f"{source}: weights {head} and {table} differ; expected equal ones: the head is tied")
@@ -319,7 +342,13 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
         record = record.with_json(folder)
         tokenizer = load_tokenizer(record)
-    except (UserError, OSError):  # there is none, or it is not accepted
+    except NotConvertible as error:
+        identity, n_vocab = identify(record)
+        if n_vocab > config.vocab_size:
+            return UNKNOWN
+        say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
+        return record._replace(tokenizer_sha256=identity)
+    except (UserError, OSError):  # there is none
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
         return GPT2_TOKENIZER
@@ -330,6 +359,34 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     if begins not in special.values():
         begins = special.get(str(stored.get("bos_token_id")), begins)
     return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
+
+
+def kept_files(folder: Path, stored: dict) -> str:
+    """Return what an export writes again, as JSON: special ids of config.json, and other small files with their texts.
+
+    Args:
+        stored: config.json.
+    """
+    ids = {name: stored[name] for name in SPECIAL_IDS if stored.get(name) is not None}
+    files = {}
+    for name in hub.KEPT_FILES:
+        path = folder / name
+        with suppress(OSError, UnicodeDecodeError):
+            if path.stat().st_size < LARGEST_KEPT:
+                files[name] = path.read_text(encoding="utf-8")
+    return json.dumps({"ids": ids, "files": files}) if ids or files else ""
+
+
+def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:
+    """Return what kept_files() has kept in a record, without ids outside of the vocabulary and other files."""
+    advice = "convert the weights again"
+    kept = parse_json(record.tokenizer_files or '{"ids": {}, "files": {}}', Kept, "tokenizer_files", advice)
+    ids = {name: value for name, value in kept["ids"].items() if name in SPECIAL_IDS}
+    for name, value in list(ids.items()):
+        several = value if isinstance(value, list) else [value]
+        if any(i >= vocab_size for i in several):
+            del ids[name]
+    return Kept(ids=ids, files={name: text for name, text in kept["files"].items() if name in hub.KEPT_FILES})
 
 
 def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:

@@ -17,6 +17,7 @@ import numpy as np
 
 from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import check_regular, sha256_of
+from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, read_json, typed
@@ -142,10 +143,11 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
     if header is None:  # nanoGPT's; ShardSet.for_vocab() knows the width
         if path.name not in ("train.bin", "val.bin"):
-            raise UserError(
-                f"{path}: no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or "
-                "nanoGPT's file names train.bin and val.bin"
+            found = what_it_is(path) or (
+                f"no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
+                "file names train.bin and val.bin"
             )
+            raise UserError(f"{path}: {found}")
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header
     if [*map(type, shape)] != [int] or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):

@@ -15,6 +15,7 @@ from steadygpt.network.hub import read_split
 
 HELLASWAG, CORE = "hellaswag", "core"
 HUB = "Rowan/hellaswag"
+ENDINGS = 4  # of each context of HellaSwag
 SCHEMA, GREEDY = "schema", "language_modeling"  # a choice of contexts; no choice, but what is most likely must be right
 
 
@@ -49,7 +50,7 @@ class Task(NamedTuple):
     label: str
     kind: str  # of KINDS
     rows: Sequence[Row]
-    chance: float = 0.25  # accuracy of guessing
+    chance: float = 1 / ENDINGS  # accuracy of guessing
     shots: int = 0  # answered examples before each
     delimiter: str = " "  # between context and continuation
 
@@ -114,7 +115,10 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
         random.Random(1337).shuffle(lines)
         rows = _read_rows(kind, file, lines[:limit])
         if len(rows) <= shots:
-            raise UserError(f"{file}: {len(rows)} examples are read; expected more than the {shots} before each one")
+            raise UserError(
+                f"{file}: {len(rows)} examples are read; expected more than the {shots} before each one, from the "
+                "file and by --limit, or --core_examples of train.py"
+            )
         tasks.append(Task(label, kind, rows, chance, shots, delimiter))
     return tasks
 
@@ -127,11 +131,18 @@ def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> lis
         where, advice = f"{file}:{number}", f"expected {columns}"
         row = parse_json(line, dict, where, advice) if isinstance(line, str) else line
         try:
-            label = 0 if kind == GREEDY else int(str(row[columns.split(", ")[-1]]))  # the Hub has a string
+            label = 0
+            if kind != GREEDY:
+                value = str(row[columns.split(", ")[-1]])  # the Hub has a string
+                if not value.strip():
+                    raise UserError(f"{where}: has no label; take rows with one, such as those for validation")
+                label = int(value)
             found = {"answers": answers_of(row), "label": label}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{where}: not an example of {kind} ({error!r:.200}); {advice}") from None
         rows.append(typed(found, Row, where, advice))
+        if kind == HELLASWAG and len(rows[-1].answers) != ENDINGS:
+            raise UserError(f"{where}: {len(rows[-1].answers)} endings; expected {ENDINGS}, as of HellaSwag")
         if label >= len(rows[-1].answers):
             raise UserError(
                 f"{where}: the right one of {len(rows[-1].answers)} answers is said to be {label}; {advice}"
@@ -140,10 +151,11 @@ def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> lis
 
 
 def _lines(path: Path) -> list[tuple[int, Any]]:
-    """Return the numbered lines of a file."""
-    if not (text := _read(path).rstrip("\n")):
+    """Return the numbered lines of a file that are not blank."""
+    text = _read(path).rstrip("\n")
+    if not text:
         raise UserError(f"{path}: empty; expected one JSON object per line")
-    return [*enumerate(text.split("\n"), start=1)]
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def _read(path: Path) -> str:

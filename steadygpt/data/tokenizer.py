@@ -19,7 +19,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
 from steadygpt.data.tokenizer_check import check_tokenizer
-from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, from_json
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, NotConvertible, from_json
 from steadygpt.network import hub
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
+IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer with this number of ids
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class TokenizerRecord(NamedTuple):
     tokenizer_sha256: str = ""  # its identity; "" if unknown
     document_token: str = END_OF_TEXT
     tokenizer_json: str = ""  # the text of its file; a manifest has the file beside it instead
+    tokenizer_files: str = ""  # what other files of its Hugging Face folder say, see weights.kept_files
 
     @classmethod
     def of(cls, stored: Mapping[str, Any], where: object = "the checkpoint") -> "TokenizerRecord":
@@ -164,7 +166,13 @@ class TokenizerRecord(NamedTuple):
                 f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
                 "right folder with --data_dir"
             )
-        return self._replace(tokenizer_json=saved.tokenizer_json or self.tokenizer_json)
+        return self.completed(saved)
+
+    def completed(self, other: "TokenizerRecord") -> "TokenizerRecord":
+        """Return this record with the files that another one of the same tokenizer has."""
+        return self._replace(
+            tokenizer_json=other.tokenizer_json or self.tokenizer_json, tokenizer_files=other.tokenizer_files
+        )
 
     def __str__(self) -> str:
         return f"{self.tokenizer}{f' (SHA-256 {self.tokenizer_sha256[:12]}...)' * bool(self.tokenizer_sha256)}"
@@ -182,6 +190,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         pattern, special = r"[\s\S]" if name == "bytes" else GPT2_PATTERN, {END_OF_TEXT: len(ranks)}
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         return Tokenizer(encoding, pattern)
+    if IDS_ONLY.fullmatch(name):
+        raise NotConvertible(f"--tokenizer {name}: token ids without a known tokenizer; expected one that encodes text")
     if not name:
         raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
@@ -214,7 +224,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     Args:
         folder: has the tokenizer.json, unless the record has its text.
     """
-    name, wanted, document_token, text = record.with_json(folder) if folder else record
+    name, wanted, document_token, text, _ = record.with_json(folder) if folder else record
     where = str(folder / TOKENIZER_JSON) if folder else name
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
@@ -238,6 +248,41 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     return tokenizer
 
 
+@cache
+def identify(record: TokenizerRecord) -> tuple[str, int]:
+    """Return the identity and the number of ids of a tokenizer, also of one that cannot be converted, if it has a file.
+
+    The identity of such a tokenizer is the SHA-256 of its file's content, whatever the white space.
+    """
+    if IDS_ONLY.fullmatch(record.tokenizer):
+        return "", int(record.tokenizer.removeprefix("ids:"))
+    try:
+        tokenizer = load_tokenizer(record)
+        return tokenizer.sha256, tokenizer.n_vocab
+    except NotConvertible:
+        try:
+            content = json.loads(record.tokenizer_json)
+            vocabulary = content["model"]["vocab"]
+            ids = [token["id"] for token in content.get("added_tokens") or []]
+            ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+            n_vocab = max(ids) + 1
+        except (ValueError, TypeError, KeyError, RecursionError):
+            n_vocab = 0
+        if not 0 < n_vocab <= 2**24:
+            raise
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(), n_vocab
+
+
+def check_recorded(record: TokenizerRecord, folder: Path) -> None:
+    """Check that the tokenizer of a record is there, in the record or in a folder, and that it has its identity."""
+    try:
+        load_tokenizer(record, folder)
+    except NotConvertible:
+        found, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
+        if record.tokenizer_sha256 not in ("", found):
+            raise
+
+
 def record_named(name: str) -> TokenizerRecord:
     """Return the record of the tokenizer that --tokenizer names, with its file."""
     record = TokenizerRecord(name)
@@ -246,7 +291,7 @@ def record_named(name: str) -> TokenizerRecord:
     if not record.is_file:
         return record
     record = record._replace(tokenizer_json=fetch_json(name))
-    return record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
+    return record._replace(tokenizer_sha256=identify(record)[0])
 
 
 def fetch_json(name: str) -> str:
@@ -283,7 +328,7 @@ def vocab_size_of(record: TokenizerRecord) -> int:
     name = record.tokenizer
     if name.startswith("bpe:") and not record.tokenizer_json:
         return vocab_size_to_train(name)
-    return 50257 if name == "gpt2" else load_tokenizer(record).n_vocab
+    return 50257 if name == "gpt2" else identify(record)[1]
 
 
 def vocab_size_to_train(name: str) -> int:

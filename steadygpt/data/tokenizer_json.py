@@ -52,9 +52,13 @@ def from_json(text: str, where: object) -> tuple[tiktoken.Encoding, bool, Litera
         raise refusal(where, shorten(problem, 300)) from error
 
 
-def refusal(where: object, problem: str) -> UserError:
+class NotConvertible(UserError):
+    """A tokenizer gives ids that tiktoken cannot give, so that text is neither encoded nor decoded here."""
+
+
+def refusal(where: object, problem: str) -> NotConvertible:
     """Return the error for a file that is not accepted."""
-    return UserError(f"{where}: {problem}; expected {ACCEPTED}")
+    return NotConvertible(f"{where}: {problem}; expected {ACCEPTED}")
 
 
 def _convert(content: dict) -> tuple[tiktoken.Encoding, bool, Literals]:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
 
 
+# Beside a model's weights and tokenizer.json: how it ends texts, and how a chat is written.
+KEPT_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
 class _Index(TypedDict):  # the file of each weight, in the same folder
     weight_map: dict[str, Annotated[str, r"\w[\w.-]*"]]
 
@@ -240,7 +244,7 @@ def read_split(name: str, split: str) -> list[dict]:
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
-    """Download a model NAME[@REVISION]: config.json, its tokenizer.json or vocab.json, and its safetensors.
+    """Download a model NAME[@REVISION]: config.json, its tokenizer.json or vocab.json, KEPT_FILES and its safetensors.
 
     Returns: their folder in the cache.
     """
@@ -251,7 +255,8 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     if not repo.online:
         return folder, repo
     paths = persistently(repo, lambda: HfApi().list_repo_files(repo.name, revision=repo.commit))
-    for path in [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]:
+    wanted = [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]
+    for path in [*wanted, *(name for name in KEPT_FILES if name in paths)]:
         fetch(repo, path)
     if not with_weights or not {WEIGHTS, INDEX} & {*paths}:
         return folder, repo

@@ -3,7 +3,6 @@
 A block begins where the one before it ends, so a file and a position in it are enough to continue.
 """
 
-import codecs
 import gzip
 import io
 import json
@@ -15,7 +14,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from steadygpt.base.options import UserError
-from steadygpt.base.text import bytes_text
+from steadygpt.base.text import bytes_text, encoding_of
 from steadygpt.prepare.ids import ID_SUFFIXES, read_ids
 
 if TYPE_CHECKING:
@@ -27,10 +26,8 @@ PIECE_BYTES = 400_000
 LONGEST_LINE = 10**9  # bytes of a line of JSON, which takes four times as much memory; longer ones are skipped
 CUT_WINDOW = 4000  # bytes in which a place to cut a text is looked for
 LEAST_WINDOW = 32  # of short pieces, which would be cut within words otherwise
-# How a packed text begins, if its name does not say so, and one of UTF-32 or UTF-16 (in this order, for their marks).
+# How a packed text begins, if its name does not say so.
 PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
-MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
-MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
@@ -86,7 +83,7 @@ def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
     text: Any = file
     head, name = text.peek(4), file.name.lower()
     packed = [codec for end, (sign, codec) in PACKED.items() if head.startswith(sign) or name.endswith(end)]
-    if not packed and not any(map(head.startswith, MARKS)):
+    if not packed and encoding_of(head).startswith("utf-8"):
         if offset == 0:
             check_text(file.name, head[:8000])
         file.seek(offset)
@@ -97,7 +94,8 @@ def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
         text = gzip.GzipFile(fileobj=file)
     elif packed:
         text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
-    if encoding := next((MARKS[mark] for mark in MARKS if text.peek(4).startswith(mark)), ""):
+    encoding = encoding_of(text.peek(4))
+    if not encoding.startswith("utf-8"):
         text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
     check_text(file.name, text.peek(8000)[:8000])
     for at in range(0, offset, 2**20):

@@ -9,6 +9,7 @@ import numpy as np
 
 from steadygpt.data.shards import check_vocabulary, token_dtype
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
+from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.prepare.documents import NO_TEXT, Block, Skipped, cut_document, read_documents, repair
 
 
@@ -24,7 +25,7 @@ class Encoded(NamedTuple):
     spelled: Mapping[str, int] = {}  # special token -> how often texts contain its characters
 
 
-def ids_of_row(row: list, where: str, vocab_size: int, document_id: int) -> np.ndarray:
+def ids_of_row(row: list, where: str, vocab_size: int, document_id: int | None) -> np.ndarray:
     """Return the token ids (n,) of a document, which a row has in place of text.
 
     The document token is put before them, unless it is there, or after them, already.
@@ -40,7 +41,7 @@ def ids_of_row(row: list, where: str, vocab_size: int, document_id: int) -> np.n
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise ValueError("a list, but not of token ids")
     check_vocabulary(where, ids, vocab_size)
-    if document_id in (ids[0], ids[-1]):
+    if document_id in (None, ids[0], ids[-1]):
         return ids
     return np.concatenate([[document_id], ids])
 
@@ -63,8 +64,10 @@ def encode(
         array = np.concatenate([block.data.astype(dtype) for block in unit])
         ends = [*range(piece_bytes, len(array), piece_bytes), len(array)]
         return Encoded(array, ends, np.diff(ends, prepend=0).tolist())
-    tokenizer = load_tokenizer(record, out)
-    begin = np.array([tokenizer.document_id], dtype).tobytes()
+    try:
+        document_id = load_tokenizer(record, out).document_id
+    except NotConvertible:  # rows of ids separate their documents themselves
+        document_id = None
     ids = bytearray()
     ends = []
     sizes = []
@@ -77,7 +80,7 @@ def encode(
             where = f"{block.name}:{row + 1}"
             if isinstance(text, list):
                 try:
-                    array = ids_of_row(text, where, vocab_size, tokenizer.document_id).astype(dtype)
+                    array = ids_of_row(text, where, vocab_size, document_id).astype(dtype)
                 except ValueError as error:
                     skipped.append((where, str(error)))
                     continue
@@ -91,13 +94,14 @@ def encode(
             if isinstance(text, Skipped):
                 skipped.append((where, str(text)))
                 continue
+            tokenizer = load_tokenizer(record, out)
             clean = repair(text)
             if clean is not text:
                 repaired += clean.count("\ufffd") - text.count("\ufffd")
             spelled.update(tokenizer.special.findall(clean))
             if is_begin:
                 documents += 1
-                ids += begin
+                ids += np.array([document_id], dtype).tobytes()
             for piece, size in cut_document(clean, piece_bytes):
                 ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
                 ends.append(len(ids) // dtype.itemsize)

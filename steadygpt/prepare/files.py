@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import counted
@@ -110,8 +111,14 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
     # Beside other files, .json files are rarely JSON Lines.
     chosen = [name for name in chosen if suffix_of(name) != ".json"] or chosen
     if not chosen:
-        found = f"found {counted(len(names), 'file')} of other types" if names else "no such file"
-        found = "an empty folder" if not names and Path(source).is_dir() else found
+        kind = next(filter(None, map(what_it_is, map(Path, names))), "")
+        if kind:
+            raise UserError(f"--source {source}: {kind}")
+        found = "no such file"
+        if names:
+            found = f"found {counted(len(names), 'file')} of other types"
+        elif Path(source).is_dir():
+            found = "an empty folder"
         raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {READABLE}")
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
     if 0 < len(ids) < len(chosen):

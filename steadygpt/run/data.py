@@ -54,6 +54,7 @@ def find_data(
     saved: TokenizerRecord | None = None,
     first_set: Recorded | None = None,
     known: Mapping[str, Sequence[list]] = {},
+    of_weights: tuple[TokenizerRecord, int] | None = None,
 ) -> Data:
     """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
 
@@ -61,6 +62,7 @@ def find_data(
         saved: the tokenizer of the checkpoint that the run resumes from.
         first_set: the first validation set of that run, if it has one.
         known: the fingerprint of that run.
+        of_weights: the tokenizer and the vocabulary of --init_from, which shards without a manifest are taken to have.
     """
     places, T = config.sources(), config.context_length
     for folder, _ in places.values():
@@ -83,7 +85,7 @@ def find_data(
             raise UserError(f"{error}. --dry_run without measure plans without data") from error
         raise
     val_sets = find_val_sets(config, found, first_set, known) if config.eval_freq else []
-    record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved)
+    record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved, of_weights)
     seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
     found = [s.for_vocab(vocab_size) for s in found]
     val_sets = [s.for_vocab(vocab_size) for s in val_sets]
@@ -148,12 +150,18 @@ def find_val_sets(
     return [replace(same[0], name=first.name), *rest]
 
 
-def tokenizer_of(sets: Sequence[ShardSet], name: str, saved: TokenizerRecord | None) -> tuple[TokenizerRecord, int]:
+def tokenizer_of(
+    sets: Sequence[ShardSet],
+    name: str,
+    saved: TokenizerRecord | None,
+    of_weights: tuple[TokenizerRecord, int] | None = None,
+) -> tuple[TokenizerRecord, int]:
     """Return the tokenizer of shards, and the size of their vocabulary.
 
     Args:
         name: --tokenizer, for shards of other tools.
         saved: of the checkpoint that the run resumes from.
+        of_weights: see find_data.
     """
     record, sizes = None, []
     for shards in sets:
@@ -183,5 +191,8 @@ def tokenizer_of(sets: Sequence[ShardSet], name: str, saved: TokenizerRecord | N
                 f"{characters}: the ids are of nanoGPT's own vocabulary of characters, expected a known tokenizer; "
                 "prepare the text again: python prepare_dataset.py --source input.txt --tokenizer bytes"
             )
+        if of_weights and not saved and name == "auto" and not beside.exists():
+            record, size = of_weights
+            return (record if record.tokenizer else TokenizerRecord(f"ids:{size}")), size
         record = saved or record_named(name if name != "auto" else str(beside) if beside.exists() else "gpt2")
     return record, max(sizes, default=0) or vocab_size_of(record)

@@ -93,13 +93,20 @@ def open_data(history: History, ranks: Ranks) -> Data:
     saved = TokenizerRecord.of(history.checkpoint) if history.checkpoint else None
     val_sets = (Recorded(name, *place) for entry in history.starts for name, place in entry["val_sets"].items())
     config, tells_best = replace(history.config, **history.decisions), next(val_sets, None)
-    data = ranks.on_each(lambda: find_data(config, saved, tells_best, history.fingerprint))
+    initial = TokenizerRecord.of(history.weights) if history.weights else None
+    of_weights = (initial, history.weights["model_config"]["vocab_size"]) if history.weights and initial else None
+    data = ranks.on_each(lambda: find_data(config, saved, tells_best, history.fingerprint, of_weights))
     listing = {path: about for of in data.sets for path, about in of.listing(reads=not ranks.is_one_machine).items()}
     expected = ranks.broadcast(listing)
 
     def checked() -> Data:
         check_listing(listing, expected)
-        return replace(data, tokenizer_record=data.tokenizer_record.resumed(saved, data.folder)) if saved else data
+        record = data.tokenizer_record
+        if saved:
+            record = record.resumed(saved, data.folder)
+        elif initial and record.tokenizer_sha256 == initial.tokenizer_sha256:
+            record = record.completed(initial)
+        return replace(data, tokenizer_record=record)
 
     return ranks.on_each(checked)
 

@@ -21,7 +21,7 @@ from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tasks import load_core
-from steadygpt.data.tokenizer import load_tokenizer
+from steadygpt.data.tokenizer import check_recorded
 from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, be_deterministic, choose_precision, device_name, memory_bytes
@@ -243,7 +243,7 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         fits = check_fits(history.weights, config.init_from, sketch.config, data.tokenizer_record)
         notes += [labelled("weights", f"from {config.init_from}"), fits]
     if data.sources and data.tokenizer_record.is_file:
-        load_tokenizer(data.tokenizer_record, Path(data.folder))
+        check_recorded(data.tokenizer_record, Path(data.folder))
     if config.core_freq:
         load_core(config.core_dir, config.core_examples or None)  # a mistake in it is known before anything is written
 

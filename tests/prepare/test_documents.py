@@ -121,7 +121,7 @@ def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
     with blocks_of(num_bytes) as patch:
         patch.setattr(chunks, "check_text", lambda *_: None)
         patch.setattr(chunks, "PACKED", {})
-        patch.setattr(chunks, "MARKS", {})
+        patch.setattr(chunks, "encoding_of", lambda _: "utf-8")
         patch.setattr(sources, "check_pulled", lambda *_: None)
         blocks = [block.data for block in blocks_from(Source("files", [path]))]
     assert b"".join(blocks) == data

@@ -1,0 +1,116 @@
+"""Files of other programs: what they are, and what to type to go on."""
+
+import re
+import shlex
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BEGINNING = 4096  # bytes of a file that are looked at
+
+
+class Foreign(NamedTuple):
+    """A kind of file that another program writes. FILE and FOLDER in `advice` stand for its place."""
+
+    what: str
+    advice: str
+    name: str = ""  # a pattern of its whole name
+    begins: bytes = b""
+
+
+MERGE = (
+    'merge it into its model first: python -c "from peft import AutoPeftModelForCausalLM as Model; '
+    "Model.from_pretrained('FOLDER').merge_and_unload().save_pretrained('merged')\""
+)
+FROM_PICKLE = (
+    'loading it can run code; write safetensors: python -c "from transformers import AutoModelForCausalLM as Model; '
+    "Model.from_pretrained('FOLDER').save_pretrained('converted')\""
+)
+TO_TABLE = (
+    'write it as Parquet: python -c "import pyarrow.csv as csv, pyarrow.parquet as parquet; '
+    "parquet.write_table(csv.read_csv('FILE'), 'NEW.parquet')\""
+)
+WITH_CONFIG = "give their folder, which needs their config.json too: FOLDER"
+KINDS = (
+    # weights
+    Foreign("an adapter of peft", MERGE, r"adapter_config\.json|adapter_model\.(safetensors|bin)"),
+    Foreign("weights of llama.cpp", "convert the Hugging Face folder that they were made from", begins=b"GGUF"),
+    Foreign(
+        "weights of llm.c", "export them there: python dev/eval/export_hf.py --input FILE --output NEW_FOLDER",
+        begins=struct.pack("<i", 20240326),
+    ),
+    Foreign(
+        "the optimizer's state of llm.c", "export the model_*.bin beside it: python dev/eval/export_hf.py",
+        begins=struct.pack("<i", 20240527),
+    ),
+    Foreign("weights without their shape", WITH_CONFIG, r".*\.safetensors|.*\.safetensors\.index\.json"),
+    Foreign("weights of transformers in a pickle", FROM_PICKLE, r"pytorch_model.*\.bin"),
+    Foreign(
+        "a checkpoint of litgpt", "convert it there: litgpt convert_from_litgpt FOLDER NEW_FOLDER", r"lit_model\.pth",
+    ),
+    Foreign(
+        "a checkpoint of nanochat",
+        "convert it with transformers' models/nanochat/convert_nanochat_checkpoints.py --input_dir FOLDER --output_dir "
+        "NEW_FOLDER",
+        r"(model|optim)_\d{6}(_rank\d+)?\.pt|meta_\d{6}\.json",
+    ),
+    Foreign("a checkpoint of torch.distributed", "write one file from it: python -m torch.distributed.checkpoint."
+            "format_utils dcp_to_torch FOLDER NEW.pt", r"\.metadata|__\d+_\d+\.distcp"),
+    # token ids
+    *(
+        Foreign("token ids of llm.c", "train on their folder with --data_dir FOLDER", begins=struct.pack("<i", magic))
+        for magic in (20240520, 20240801)
+    ),
+    # text
+    Foreign("an archive", "unpack it, and give its folder", r".*\.(zip|tar|tgz|7z|rar)|.*\.tar\.\w+"),
+    Foreign("packed in another way", "pack it with gzip or zstd instead", r".*\.(xz|bz2|lz4|lzma|br|Z)"),
+    Foreign("a table of text", TO_TABLE, r".*\.(csv|tsv)"),
+    Foreign("a document with a layout", "write its text into a .txt file", r".*\.(pdf|docx?|odt|epub|rtf|html?)"),
+)  # fmt: skip
+# What a file of torch.save is, by a key of its content, or of a dictionary in it.
+LLAMA2_C = "a checkpoint of llama2.c", "export it there: python export.py NEW_FOLDER --checkpoint FILE --version -1"
+CONTENTS = {
+    LLAMA2_C: "model_args.dim",
+    ("a checkpoint of Lightning", "take the weights out of it, and give them with their config.json"): (
+        "pytorch-lightning_version"
+    ),
+    ("weights without their shape", WITH_CONFIG): "wte.weight",
+    ("the state of an optimizer", "give the weights beside it"): "param_groups",
+}
+
+
+def what_it_is(path: Path) -> str:
+    """Return what a file or folder of another program is, and what to do with it; "" if it is none that we know."""
+    names = [path]
+    if path.is_dir():
+        names = sorted(path.iterdir())
+    for file in names:
+        beginning = b""
+        if file.is_file():
+            with open(file, "rb") as opened:
+                beginning = opened.read(BEGINNING)
+        for kind in KINDS:
+            is_named = bool(kind.name) and re.fullmatch(kind.name, file.name)
+            if is_named or (kind.begins and beginning.startswith(kind.begins)):
+                return f"{kind.what}; {_filled(kind.advice, file)}"
+    return ""
+
+
+def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
+    """Return what a file of torch.save with this content is, and what to do with it; "" if that is unknown."""
+    names = [str(key) for key in content]
+    for outer, inner in content.items():
+        if isinstance(inner, Mapping):
+            names += [f"{outer}.{key}" for key in inner]
+    for (what, advice), key in CONTENTS.items():
+        if any(f".{name}".endswith(f".{key}") for name in names):
+            return f"{what}; {_filled(advice, path)}"
+    return ""
+
+
+def _filled(advice: str, file: Path) -> str:
+    """Put the place of a file into advice, also within quotes."""
+    quoted = advice.replace("'FOLDER'", repr(str(file.parent))).replace("'FILE'", repr(str(file)))
+    quoted = re.sub(r"(?<!\w)FOLDER\b", lambda _: shlex.quote(str(file.parent)), quoted)
+    return re.sub(r"(?<!\w)FILE\b", lambda _: shlex.quote(str(file)), quoted)

@@ -1,0 +1,309 @@
+"""Tests of what people bring to convert_hf.py: adapters, chat models, unknown tokenizers, files of other programs."""
+
+import gzip
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import reference_model, run_here, write_shard
+from prepared import ids_of, prepare, refused
+from safetensors.torch import load_file, save_file
+from test_convert_hf import SMALL, assert_same_weights, checkpoint_of, mistake
+from test_tokenizer_json import byte_tokenizer
+
+import convert_hf
+from convert_hf import write_folder
+from steadygpt.base.foreign import KINDS, what_it_is
+from steadygpt.base.options import UserError
+from steadygpt.checkpoint.files import read_checkpoint
+from steadygpt.convert.weights import read_weights
+from steadygpt.data.shards import open_shard
+from steadygpt.prepare.files import find_files
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+STEPS = "--context_length 16 --total_batch_size 64 --mini_batch_size 4 --max_steps 2 --warmup_steps 1 --eval_freq 0"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def llama(folder: str, vocab_size: int, **changes) -> None:
+    reference_model("llama", vocab_size, 16, num_layers=2, num_heads=2, embd_size=16).save_pretrained(folder)
+    stored = json.loads(Path(folder, "config.json").read_text())
+    Path(folder, "config.json").write_text(json.dumps(stored | changes))
+
+
+def digits_tokenizer() -> str:
+    """Return the tokenizer.json of a BPE whose pre-tokenizer is not converted."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.Metaspace()]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["one two 12 34 three " * 20, "abcdefghij klmnop qrstuv wxyz"], trainer)
+    return tokenizer.to_str()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is beside weights
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_an_adapter_is_refused_with_the_way_to_merge_it(with_model):
+    if with_model:
+        llama("model", 257)
+    else:
+        Path("model").mkdir()
+    Path("model/adapter_config.json").write_text("{}")
+    message = mistake("model")
+    assert message.startswith("model: an adapter of peft; merge it into its model first: python -c")
+    assert "from_pretrained('model').merge_and_unload().save_pretrained('merged')" in message
+
+
+KEPT = {
+    "generation_config.json": '{"eos_token_id": [257, 258], "temperature": 0.6}',
+    "tokenizer_config.json": '{"chat_template": "{{ messages }}", "eos_token": "<|im_end|>"}',
+    "special_tokens_map.json": '{"eos_token": "<|im_end|>"}',
+    "chat_template.jinja": "{% for message in messages %}é{% endfor %}",
+}
+
+
+def test_what_came_with_a_chat_model_survives_fine_tuning_and_export():
+    special = {"<|endoftext|>": 256, "<|im_end|>": 257, "<|im_start|>": 258}
+    llama("chat", 320, bos_token_id=256, eos_token_id=[257, 258], pad_token_id=5000)
+    Path("chat/tokenizer.json").write_text(byte_tokenizer(special))
+    for name, text in KEPT.items():
+        Path("chat", name).write_text(text, encoding="utf-8")
+    assert convert_hf.main(["chat", "chat.pt"]) == 0
+    Path("text.txt").write_text("some text " * 200)
+    prepare("text.txt", "data", "--tokenizer chat/tokenizer.json --val_tokens 0")
+    assert run_here(*f"--init_from chat.pt --data_dir data --checkpoint_dir tuned {STEPS}".split()) == 0
+    assert run_here(*"--checkpoint_dir tuned --resume latest --max_steps 3 --allow_changes".split()) == 0
+    for source, target in (("chat.pt", "exported"), ("tuned", "tuned_exported"), ("exported", "again.pt")):
+        assert convert_hf.main([source, target]) == 0
+    assert convert_hf.main(["again.pt", "again"]) == 0
+    for target in ("exported", "tuned_exported", "again"):
+        assert {name: Path(target, name).read_text(encoding="utf-8") for name in KEPT} == KEPT
+        stored = json.loads(Path(target, "config.json").read_text())
+        assert (stored["bos_token_id"], stored["eos_token_id"]) == (256, [257, 258])
+        assert stored["pad_token_id"] is None  # the id did not exist
+        config = transformers.AutoModelForCausalLM.from_pretrained(target).generation_config
+        assert config.eos_token_id == [257, 258]
+
+
+def test_an_export_says_how_a_text_ends():
+    write_folder(checkpoint_of(SMALL), Path("out"))
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 256
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    assert model.generation_config.eos_token_id == 256
+
+
+def test_other_files_of_a_made_checkpoint_are_not_written():
+    kept = json.dumps({"ids": {"eos_token_id": 3, "x": 1}, "files": {"../outside": "a", "sub/b": "c", **KEPT}})
+    write_folder(checkpoint_of(SMALL) | {"tokenizer_files": kept}, Path("out"))
+    assert not Path("outside").exists()
+    assert {path.name for path in Path("out").iterdir()} == {
+        *KEPT,
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert "x" not in json.loads(Path("out/config.json").read_text())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_of_an_export_is_that_of_its_weights(dtype):
+    torch.save(checkpoint_of(SMALL), "weights.pt")
+    assert convert_hf.main(["weights.pt", "out", "--dtype", dtype]) == 0
+    wanted = getattr(torch, dtype)
+    assert {tensor.dtype for tensor in load_file("out/model.safetensors").values()} == {wanted}
+    assert transformers.AutoModelForCausalLM.from_pretrained("out", dtype="auto").dtype == wanted
+    expected = {name: tensor.to(wanted).float() for name, tensor in checkpoint_of(SMALL)["model"].items()}
+    assert_same_weights(read_weights("out"), checkpoint_of(SMALL) | {"model": expected})
+
+
+def test_numbers_that_float16_lacks_are_refused():
+    checkpoint = checkpoint_of(SMALL)
+    checkpoint["model"]["wpe.weight"][0, 0] = 1e6
+    with pytest.raises(UserError, match=r"out: wpe\.weight has numbers beyond float16; try --dtype bfloat16"):
+        write_folder(checkpoint, Path("out"), "float16")
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "default"}, {"type": "default"}, {"rope_type": "default", "rope_theta": 5e5}]
+)
+def test_a_scaling_of_rotary_positions_that_is_none_is_read(scaling):
+    llama("model", 257)
+    stored = json.loads(Path("model/config.json").read_text())
+    base = stored.pop("rope_parameters")["rope_theta"]
+    Path("model/config.json").write_text(json.dumps(stored | {"rope_theta": base, "rope_scaling": scaling}))
+    assert read_weights("model")["model_config"]["rotary_base"] == scaling.get("rope_theta", base)
+
+
+@pytest.mark.parametrize("which", ["llama tied, wide heads", "gpt2", "nanochat tied, without a soft-cap"])
+def test_a_tied_head_may_have_the_name_of_either(which):
+    reference_model(which).save_pretrained("model")
+    expected = read_weights("model")
+    stored = load_file("model/model.safetensors")
+    [table] = [name for name in stored if name.endswith(("wte.weight", "embed_tokens.weight"))]
+    save_file(
+        {**{n: t for n, t in stored.items() if n != table}, "lm_head.weight": stored[table]}, "model/model.safetensors"
+    )
+    assert_same_weights(read_weights("model"), expected)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("model").get_input_embeddings().weight
+    assert torch.equal(theirs, expected["model"]["wte.weight"][: len(theirs)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizers that are not converted
+
+
+def test_a_model_whose_tokenizer_is_not_converted_is_trained_on_ids_and_exported_with_it(capsys):
+    """The only thing that such a run lacks is text: samples, tasks and bits per byte."""
+    text = digits_tokenizer()
+    library = tokenizers.Tokenizer.from_str(text)
+    llama("model", library.get_vocab_size())
+    Path("model/tokenizer.json").write_text(text)
+    assert convert_hf.main(["model", "weights.pt"]) == 0
+    assert "can be trained on token ids only, because its tokenizer is not converted" in capsys.readouterr().err
+    ids = library.encode("one 12 two three 345 </s> " * 300).ids
+    np.save("ids.npy", np.array(ids, np.int64))
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({"input_ids": ids[at : at + 50]}) + "\n" for at in range(0, len(ids), 50))
+    )
+    Path("text.txt").write_text("one two " * 100)
+    refused("--source text.txt --tokenizer model/tokenizer.json", 'found pre_tokenizer .*"Digits"')
+    prepare("ids.npy", "data", "--tokenizer model/tokenizer.json --val_tokens 0")
+    prepare("rows.jsonl", "rows", "--tokenizer model/tokenizer.json --val_tokens 0 --text_field input_ids")
+    assert ids_of("data") == ids_of("rows") == ids
+    run = f"--init_from weights.pt --data_dir data --checkpoint_dir tuned {STEPS} --sample_freq 1"
+    assert run_here(*run.split()) == 0
+    assert "no samples" in capsys.readouterr().err
+    assert convert_hf.main(["tuned", "exported"]) == 0
+    assert json.loads(Path("exported/tokenizer.json").read_text()) == json.loads(text)
+    assert (
+        transformers.AutoTokenizer.from_pretrained("exported").encode("one 12", add_special_tokens=False)
+        == library.encode("one 12").ids
+    )
+    other = json.loads(text)
+    names = list(other["model"]["vocab"])
+    other["model"]["vocab"] |= {names[-1]: len(names) - 2, names[-2]: len(names) - 1}
+    Path("other.json").write_text(json.dumps(other))
+    prepare("ids.npy", "other", "--tokenizer other.json --val_tokens 0")
+    with pytest.raises(UserError, match="tokenizer is .*, but the data has .*; prepare the text with the tokenizer of"):
+        run_here(*f"--init_from weights.pt --data_dir other --checkpoint_dir refused {STEPS}".split())
+
+
+def test_ids_of_an_unknown_tokenizer_need_only_their_number():
+    np.save("ids.npy", np.arange(3000, dtype=np.uint16) % 1500)
+    refused("--source ids.npy --tokenizer ids:1000", "holds token id 1000.*, outside the vocabulary of 1,000")
+    manifest = prepare("ids.npy", "data", "--tokenizer ids:1500 --val_tokens 0")
+    assert (manifest["tokenizer"], manifest["vocab_size"]) == ("ids:1500", 1500)
+    shape = "--num_layers 1 --num_heads 1 --embd_size 16"
+    assert run_here(*f"--data_dir data --checkpoint_dir run {shape} {STEPS}".split()) == 0
+    assert read_checkpoint(Path("run/latest.pt"))["model_config"]["vocab_size"] == 1500
+    Path("text.txt").write_text("one two " * 100)
+    refused(
+        "--source text.txt --tokenizer ids:1500", "ids:1500: token ids without a known tokenizer; expected one that"
+    )
+
+
+def test_shards_without_a_manifest_have_the_vocabulary_of_the_weights():
+    llama("model", 300)
+    Path("model/tokenizer.json").write_text(digits_tokenizer())
+    assert convert_hf.main(["model", "weights.pt"]) == 0
+    Path("plain").mkdir()
+    write_shard(Path("plain/a_train_000000.npy"), np.arange(2000, dtype=np.uint16) % 290)
+    assert run_here(*f"--init_from weights.pt --data_dir plain --checkpoint_dir run {STEPS}".split()) == 0
+    checkpoint = read_checkpoint(Path("run/latest.pt"))
+    assert checkpoint["model_config"]["vocab_size"] == 300
+    assert checkpoint["tokenizer_sha256"] == read_checkpoint(Path("weights.pt"))["tokenizer_sha256"] != ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# other formats
+
+
+def torch_file(content: object):
+    return lambda path: torch.save(content, path)
+
+
+def magic(number: int):
+    return lambda path: path.write_bytes(struct.pack("<i", number) + bytes(2000))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(("name", "write", "message"), [
+    ("model.safetensors", empty, "weights without their shape; give their folder, which needs"),
+    ("model.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(90)), "weights of llama.cpp; convert the"),
+    ("gpt2_124M.bin", magic(20240326), "weights of llm.c; export .* python dev/eval/export_hf.py --input in/gpt2"),
+    ("state.bin", magic(20240527), "the optimizer's state of llm.c; export the model_"),
+    ("train_000000.bin", magic(20240520), "token ids of llm.c; train on their folder with --data_dir in"),
+    ("pytorch_model.bin", torch_file({"transformer.wte.weight": torch.ones(2)}), "weights without their shape|pickle"),
+    ("lit_model.pth", torch_file({"model": {"lm_head.weight": torch.ones(2)}}), "checkpoint of litgpt; convert it"),
+    ("out.pt", torch_file({"model": {}, "model_args": {"dim": 288, "n": 6}}), "a checkpoint of llama2.c; export"),
+    ("model_000100.pt", torch_file({"transformer.h.0.attn.c_q.weight": torch.ones(2)}), "checkpoint of nanochat; conv"),
+    ("x.ckpt", torch_file({"state_dict": {}, "pytorch-lightning_version": "2"}), "a checkpoint of Lightning"),
+    ("optimizer.pt", torch_file({"state": {}, "param_groups": []}), "the state of an optimizer"),
+])  # fmt: skip
+def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message):
+    Path("in").mkdir()
+    write(Path("in", name))
+    with pytest.raises(UserError, match=rf"^in/{name}: .*({message})") as raised:
+        convert_hf.main([f"in/{name}", "out"])
+    assert "corrupt" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    ({"model_000100.pt": b"", "meta_000100.json": b"{}"}, "a checkpoint of nanochat; convert"),
+    ({"lit_model.pth": b"", "model_config.yaml": b""}, "a checkpoint of litgpt"),
+    ({"model.gguf": b"GGUF"}, "weights of llama.cpp"),
+    ({".metadata": b"", "__0_0.distcp": b""}, "a checkpoint of torch.distributed"),
+    ({"notes": b""}, "not a Hugging Face model; expected config.json in it"),
+])  # fmt: skip
+def test_a_folder_of_another_program_is_named(files, message):
+    Path("in").mkdir()
+    for name, content in files.items():
+        Path("in", name).write_bytes(content)
+    assert message in mistake("in")
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("a.csv", "a table of text; write it as Parquet: .*'in/a.csv'"), ("a.tar.gz", "an archive; unpack it"),
+    ("a.jsonl.xz", "packed in another way"), ("a.pdf", "a document with a layout"), ("a.gguf", "weights of llama.cpp"),
+])  # fmt: skip
+def test_sources_and_shards_are_named_too(name, message):
+    Path("in").mkdir()
+    Path("in", name).write_bytes(b"GGUF" if name.endswith("gguf") else gzip.compress(b"a"))
+    for source in ("in", f"in/{name}"):
+        with pytest.raises(UserError, match=f"--source {source}: {message}"):
+            find_files(source)
+
+
+def test_weights_are_no_shard():
+    magic(20240326)(Path("a_train_000000.bin"))
+    with pytest.raises(UserError, match=r"a_train_000000\.bin: weights of llm\.c; export them there"):
+        open_shard(Path("a_train_000000.bin"))
+
+
+def test_the_command_that_reads_a_table_works():
+    Path("a.csv").write_text("text,n\none two,1\n" * 1)
+    [kind] = [kind for kind in KINDS if kind.what == "a table of text"]
+    assert kind.advice.split("python -c ")[1].count('"') == 2
+    code = what_it_is(Path("a.csv")).split('python -c "')[1].rstrip('"')
+    exec(code.replace("'NEW.parquet'", "'new.parquet'"), {})
+    prepare("new.parquet")
+    assert bytes(ids_of()[1:]) == b"one two"
+    shutil.rmtree("out")
