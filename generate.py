@@ -137,7 +137,7 @@ def read_prompt(path: str) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--prompt_file {path}: not {error.encoding} at byte {error.start:,}; convert it to UTF-8"
+            f"--prompt_file {path}: not {error.encoding.upper()} at byte {error.start:,}; convert it to UTF-8"
         ) from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.compare import REPO, benchmark_parser, compare
-from steadygpt.prepare.files import find_files
+from steadygpt.prepare.source_files import find_files
 
 LOOP = """
 import json, time, numpy as np

@@ -130,7 +130,9 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
         assert (found["tokenizer"], found["tokenizer_sha256"]) == (name, sha256)
     assert capsys.readouterr().err == ""
     (tmp_path / "a/tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {"a": 0}}}')
-    assert read_weights(str(tmp_path / "a"))["tokenizer"] == ""
+    found = read_weights(str(tmp_path / "a"))  # known, though it encodes no text here
+    assert found["tokenizer"].endswith("a/tokenizer.json") and len(found["tokenizer_sha256"]) == 64
+    assert "a: can be trained on token ids only, because its tokenizer is not converted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
@@ -188,7 +190,7 @@ def test_weights_of_the_hub_are_downloaded_once_and_a_revision_is_read(standin, 
     expected = read_weights(str(tmp_path / "model"))
     for _ in range(2):
         assert_same_weights(read_weights("some/gpt"), expected)
-    assert standin.sent("GET .*resolve") < sum(map(len, files.values())) + 2**14
+    assert standin.sent("GET .*resolve") <= sum(map(len, files.values())) + 2**14
     on_the_hub(standin, tmp_path / "new", embd_size=32)
     assert_same_weights(read_weights(f"some/gpt@{commit}"), expected)
     assert read_weights("some/gpt")["model_config"]["embd_size"] == 32
@@ -292,12 +294,12 @@ def test_checkpoints_of_other_trainers_are_read_exactly(trainer, tmp_path, monke
 def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
     shape = NANOGPT | {"vocab_size": 65}
     for content, words in (
-        ({"model_args": shape | {"block_size": "12"}}, "block_size is '12'; expected int"),
+        ({"model_args": shape | {"block_size": "12"}}, 'block_size is "12"; expected int'),
         ({"model_args": shape | {"n_head": 3}}, "n_head is 3; expected"),
         ({"model_args": shape}, "model is not a dict of tensors"),
         ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
-        ({"model_args": [1]}, "format_version is None; expected a value; "),
-        ([1], "format_version is None; expected a value; "),
+        ({"model_args": [1]}, "not a checkpoint of SteadyGPT; convert_hf.py reads"),
+        ([1], "not a checkpoint of SteadyGPT; convert_hf.py reads"),
     ):
         torch.save(content, tmp_path / "ckpt.pt")
         assert words in mistake(tmp_path / "ckpt.pt")

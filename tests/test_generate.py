@@ -157,9 +157,11 @@ def test_text_is_escaped_on_a_terminal_and_exact_in_a_pipe(texts, monkeypatch, i
 
 
 @pytest.mark.parametrize("end", ["", "\r\n"])
-def test_prompt_file_is_one_prompt_without_its_last_line_break(texts, folder, end, monkeypatch):
-    (folder / "prompt.txt").write_bytes(f"two\nlines{end}".encode())
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"two\nlines{end}".encode())))
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_prompt_file_is_one_prompt_without_its_last_line_break(texts, folder, end, encoding, monkeypatch):
+    content = f"two\nlines{end}".encode(encoding)
+    (folder / "prompt.txt").write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     prompt = texts("--prompt", "two\nlines")
     assert texts("--prompt_file", str(folder / "prompt.txt")) == texts("--prompt_file", "-") == prompt
 

@@ -34,8 +34,8 @@ from steadygpt.base.options import UserError
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
 from steadygpt.prepare import writer
-from steadygpt.prepare.files import find_files
 from steadygpt.prepare.manifest import Manifest
+from steadygpt.prepare.source_files import find_files
 
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", f"5 {END_OF_TEXT}"] * 8
 

@@ -42,6 +42,7 @@ FORMAT_VERSION = 5
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
+NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
@@ -352,7 +353,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
     if isinstance(content, dict) and "format_version" not in content:
-        raise UserError(f"{path}: {what_it_holds(content, path) or what_it_is(path) or 'not a checkpoint'}")
+        raise UserError(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
     read = partial(typed, content, name=path, advice=ADVICE)
     found = read(Weights) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
     shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", ADVICE)

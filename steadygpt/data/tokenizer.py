@@ -277,8 +277,11 @@ def check_recorded(record: TokenizerRecord, folder: Path) -> None:
     """Check that the tokenizer of a record is there, in the record or in a folder, and that it has its identity."""
     try:
         load_tokenizer(record, folder)
-    except NotConvertible:
-        found, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
+    except NotConvertible as error:
+        try:
+            found, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
+        except NotConvertible:
+            raise error from None  # which names the file
         if record.tokenizer_sha256 not in ("", found):
             raise
 

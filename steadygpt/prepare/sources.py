@@ -25,8 +25,8 @@ from steadygpt.prepare.documents import (
     no_text_field,
     suffix_of,
 )
-from steadygpt.prepare.files import choose, find_files
 from steadygpt.prepare.ids import ID_SUFFIXES
+from steadygpt.prepare.source_files import choose, find_files
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 ROWS_AT_ONCE = 32  # rows of a block of what `datasets` streams

@@ -18,8 +18,8 @@ from steadygpt.base.progress import say
 from steadygpt.data.shards import MANIFEST, ShardEntry, npy_header
 from steadygpt.prepare.documents import NO_TEXT, Block
 from steadygpt.prepare.encode import Encoded
-from steadygpt.prepare.files import STDLIB
 from steadygpt.prepare.manifest import Manifest
+from steadygpt.prepare.source_files import STDLIB
 from steadygpt.prepare.sources import Place
 
 SAVE_S = 1.0  # between saves of the manifest, at least: each waits for the disk

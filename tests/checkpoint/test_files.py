@@ -104,7 +104,7 @@ def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
     assert line.split()[:2] == ["latest.pt", "10"] and line.endswith("  complete")
     assert last == f"1 name in {tmp_path}"
     _, line, _ = checkpoint_table(tmp_path, verbose=True)
-    assert "  corrupt (checksum of record latest/data/0); " in line
+    assert "  corrupt (checksum of record latest/data/0)" in line
 
 
 @pytest.mark.parametrize("loss", ["low", -1e308, float("nan"), 10**400])
@@ -324,26 +324,23 @@ class RunsCode:
         return open, ("code-was-run", "w")
 
 
-FOREIGN = "; see convert_hf.py for files of other programs"
-NO_VERSION = (
-    "format_version is None; expected a value; take another checkpoint, or the version of SteadyGPT that wrote it"
-)
+NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 NO_ZIP, CODE = "corrupt (File is not a zip file)", "corrupt (more than tensors and plain types)"
 RUN = run_content(4)
 
 
 @pytest.mark.parametrize(("file", "content", "problem"), [
-    ("foreign.pt", {"weights": torch.zeros(3)}, NO_VERSION + FOREIGN),
-    ("lightning.pt", {"state_dict": RUN["model"], "epoch": 1}, NO_VERSION + FOREIGN),
-    ("weights.pt", RUN["model"], NO_VERSION + FOREIGN),
-    ("nanogpt.pt", {"model": RUN["model"], "model_args": {"n_layer": 2}}, NO_VERSION + FOREIGN),
+    ("foreign.pt", {"weights": torch.zeros(3)}, NOT_OURS),
+    ("lightning.pt", {"state_dict": RUN["model"], "epoch": 1}, NOT_OURS),
+    ("weights.pt", RUN["model"], NOT_OURS),
+    ("nanogpt.pt", {"model": RUN["model"], "model_args": {"n_layer": 2}}, NOT_OURS),
     ("newer.pt", RUN | {"format_version": 99}, "format_version is 99; expected 5; take another checkpoint, or the"),
     ("older.pt", RUN | {"format_version": 2}, "format_version is 2; expected 5; take another checkpoint, or the"),
-    ("code.pt", RUN | {"scaler": RunsCode()}, CODE + FOREIGN),
-    ("zipped.pt", RunsCode(), CODE + FOREIGN),
-    ("pickle.pt", pickle.dumps(RunsCode()), NO_ZIP + FOREIGN),
-    ("llm.c.bin", np.array([20240326, 3], np.int32).tobytes(), NO_ZIP + FOREIGN),
-    ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", NO_ZIP + FOREIGN),
+    ("code.pt", RUN | {"scaler": RunsCode()}, CODE),
+    ("zipped.pt", RunsCode(), CODE),
+    ("pickle.pt", pickle.dumps(RunsCode()), NO_ZIP),
+    ("llm.c.bin", np.array([20240326, 3], np.int32).tobytes(), "weights of llm.c; export them there: python dev/"),
+    ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", "weights without their shape; give their folder"),
 ])  # fmt: skip
 def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, monkeypatch, file, content, problem):
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,7 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import open_shard
-from steadygpt.prepare.files import find_files
+from steadygpt.prepare.source_files import find_files
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -199,7 +199,9 @@ def test_a_model_whose_tokenizer_is_not_converted_is_trained_on_ids_and_exported
     other["model"]["vocab"] |= {names[-1]: len(names) - 2, names[-2]: len(names) - 1}
     Path("other.json").write_text(json.dumps(other))
     prepare("ids.npy", "other", "--tokenizer other.json --val_tokens 0")
-    with pytest.raises(UserError, match="tokenizer is .*, but the data has .*; prepare the text with the tokenizer of"):
+    with pytest.raises(
+        UserError, match=r"tokenizer is .*, but the data has .*; prepare the text with the tokenizer of"
+    ):
         run_here(*f"--init_from weights.pt --data_dir other --checkpoint_dir refused {STEPS}".split())
 
 

@@ -121,7 +121,8 @@ def test_a_broken_bundle_is_explained(bundle, file, old, new, message):
 @pytest.mark.parametrize(("wrong", "expected"), [
     ({"ctx": None}, r"answers\[0\]\[0\] is None"), ({"endings": "abcd"}, "'abcd' is not a list"),
     ({"endings": 3}, "expected ctx, endings, label"), ({"label": 9}, "the right one of 4 answers is said to be 9"),
-    ({"label": ""}, "ValueError.*expected ctx, endings, label"),  # as in the test split
+    ({"label": ""}, "has no label; take rows with one, such as those for validation"),
+    ({"endings": ["a", "b", "c"]}, "3 endings; expected 4, as of HellaSwag"),
     ({"label": 0.7}, "ValueError.*'0.7'"), ({"label": 10**4000}, "expected"),
     ("{", "not JSON"), ("7", "expected an object"), ("[" * 100_000, "not JSON"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/prepare/files.py: each real file once, through whatever links."""
+"""Tests of steadygpt/prepare/source_files.py: each real file once, through whatever links."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steadygpt.base.options import UserError
-from steadygpt.prepare.files import find_files
+from steadygpt.prepare.source_files import find_files
 
 
 def reachable(folder: Path) -> set[str]:
