@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ADAPTER = "adapter_config.json"  # makes a folder one of an adapter, whatever is beside it
 BEGINNING = 4096  # bytes of a file that are looked at
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model import GPT, GPTConfig
 from steadygpt.base.disk import check_pulled
-from steadygpt.base.foreign import what_it_is
+from steadygpt.base.foreign import ADAPTER, what_it_is
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
@@ -64,8 +64,8 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     path, given = Path(source), record_named(tokenizer)
     if path.is_dir():
-        if (path / "adapter_config.json").exists():
-            raise UserError(f"{path}: {what_it_is(path / 'adapter_config.json')}")
+        if (path / ADAPTER).exists():
+            raise UserError(f"{path}: {what_it_is(path / ADAPTER)}")
         if not (path / "config.json").exists() and checkpoint_files(path):
             path, checkpoint = open_checkpoint(source, path)
             return with_tokenizer(checkpoint, given, path)

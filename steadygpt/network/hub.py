@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
 
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
+from steadygpt.base.foreign import ADAPTER, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
@@ -251,10 +252,12 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     from huggingface_hub import HfApi
 
     repo = find_repo("model", source)
-    folder = fetch(repo, "config.json").parent
     if not repo.online:
-        return folder, repo
+        return fetch(repo, "config.json").parent, repo
     paths = persistently(repo, lambda: HfApi().list_repo_files(repo.name, revision=repo.commit))
+    if ADAPTER in paths:
+        raise UserError(f"{source}: {what_it_is(Path(repo.name, ADAPTER))}")
+    folder = fetch(repo, "config.json").parent
     wanted = [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]
     for path in [*wanted, *(name for name in KEPT_FILES if name in paths)]:
         fetch(repo, path)

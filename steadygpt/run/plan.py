@@ -36,6 +36,7 @@ from steadygpt.run.starts import epochs_of_sources, mixture_text, new_start, pha
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = "NVIDIA H100 80GB HBM3"
+SAMPLED_IDS = 2**20  # of a shard whose tokenizer nothing names
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 CHARACTERS_PER_TOKEN = 4  # of English, about
 TOKENS_PER_PARAMETER = 20
@@ -244,6 +245,8 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         notes += [labelled("weights", f"from {config.init_from}"), fits]
     if data.sources and data.tokenizer_record.is_file:
         check_recorded(data.tokenizer_record, Path(data.folder))
+    if config.tokenizer == "auto" and not before:
+        notes.append(note_of_vocabulary(data))
     if config.core_freq:
         load_core(config.core_dir, config.core_examples or None)  # a mistake in it is known before anything is written
 
@@ -305,6 +308,17 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         "is_finished": bool(ended) and history.step >= config.max_steps,
         "expected": Expected.load(config) if config.expect and writes else None,
     }
+
+
+def note_of_vocabulary(data: Data) -> str:
+    """Return a warning if shards that are taken to have GPT-2's ids, for lack of a manifest, have only small ones."""
+    if not data.sources or data.tokenizer != "gpt2" or data.sources[0].shards.manifest:
+        return ""
+    largest = int(data.sources[0].shards.shards[0].tokens()[:SAMPLED_IDS].max(initial=0))
+    if largest >= data.vocab_size // 2:
+        return ""
+    found = f"taken to be GPT-2's, but the largest of the first ids is {largest:,}"
+    return labelled("vocabulary", f"{found}; name the tokenizer that wrote them: --tokenizer NAME, or ids:N")
 
 
 def note_of_processes(config: TrainConfig, before: Sequence[Start], ranks: Ranks) -> str:

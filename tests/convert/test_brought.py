@@ -309,3 +309,18 @@ def test_the_command_that_reads_a_table_works():
     prepare("new.parquet")
     assert bytes(ids_of()[1:]) == b"one two"
     shutil.rmtree("out")
+
+
+def test_small_ids_without_a_name_are_not_taken_for_gpt2_in_silence(capsys):
+    Path("plain").mkdir()
+    write_shard(Path("plain/a_train_000000.npy"), np.arange(2000, dtype=np.uint16) % 1500)
+    assert run_here(*f"--data_dir plain --checkpoint_dir run --dry_run {STEPS}".split()) == 0
+    assert "GPT-2's, but the largest of the first ids is 1,499; name the tokenizer" in capsys.readouterr().out
+    write_shard(Path("plain/a_train_000000.npy"), np.arange(2000, dtype=np.uint16) * 25)
+    assert run_here(*f"--data_dir plain --checkpoint_dir run --dry_run {STEPS}".split()) == 0
+    assert "largest of the first ids" not in capsys.readouterr().out
+
+
+def test_an_adapter_of_the_hub_is_refused_too(standin):
+    standin.put("models/some/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    assert mistake("some/adapter").startswith("some/adapter: an adapter of peft; merge it into its model first: python")
