@@ -142,7 +142,7 @@ class TrainConfig(GPTConfig):
     data_dir: str = _data("data/edu_fineweb10B", "folder of token shards")
     mix: str = _data("", "mixture of folders with weights, instead of data_dir: [NAME=]FOLDER[:WEIGHT],...")
     val: str = _data("", "folders of validation sets: [NAME=]FOLDER,... (default: val shards of the training data)")
-    tokenizer: str = _data("auto", "auto: the data's, or gpt2; a name; hf:NAME; a tokenizer.json; ids:N", on_resume="never")
+    tokenizer: str = _data("auto", "the data's, or gpt2; a name; hf:NAME; a tokenizer.json or ids:N", on_resume="never")
     shuffle_shards: bool = _data(True, "shuffle the shards in each epoch", on_resume="never")
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
