@@ -29,7 +29,15 @@ from steadygpt.base.progress import say
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import NAMED, WITHOUT_RUN, Weights, open_checkpoint
 from steadygpt.convert.families import FAMILIES, find_family, to_foreign, write_config
-from steadygpt.convert.weights import import_safetensors, load_model, read_kept, read_weights, sketch_of, with_tokenizer
+from steadygpt.convert.weights import (
+    SPECIAL_IDS,
+    import_safetensors,
+    load_model,
+    read_kept,
+    read_weights,
+    sketch_of,
+    with_tokenizer,
+)
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import NotConvertible, to_json
 
@@ -96,12 +104,15 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
     del own["tokenizer_json"], own["tokenizer_files"]  # are files of the folder
     kept = read_kept(record, config.vocab_size)
     # None for NanoChat, whose default is an id; its embedding is then not trained.
-    ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None} | kept["ids"]
+    ids: dict = dict.fromkeys(SPECIAL_IDS) | kept["ids"]
+    if not record.tokenizer_files:
+        ids |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
     stored = write_config(config, kind) | ids | {"torch_dtype": dtype, "steadygpt": own}
     texts = {"config.json": as_json(stored), "generation_config.json": as_json(ids)}
     if tokenizer_json:
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
-        about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
+        if end_of_text is not None:
+            about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
         about["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 passes others to generate()
         texts |= {"tokenizer_config.json": as_json(about), TOKENIZER_JSON: tokenizer_json}
     texts |= kept["files"]
@@ -139,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source, checkpoint = str(path), with_tokenizer(checkpoint, record_named(options.tokenizer), path)
     else:
         checkpoint = read_weights(source, options.tokenizer)
+    if target.suffix == ".pt" and options.dtype != "float32":
+        raise UserError(f"--dtype is for a Hugging Face folder, and {target} is a checkpoint, in float32; drop it")
     if target.suffix == ".pt":
         kept = (*Weights.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)  # without those of a run
         content = {key: checkpoint[key] for key in kept} | WITHOUT_RUN

@@ -41,6 +41,7 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
+    document_id_of,
     fetch_json,
     identify,
     load_tokenizer,
@@ -79,6 +80,7 @@ DESCRIPTION = (
 IN_USE = "wait until it has finished, or use a different --out"
 LARGE_SHARE = 1 / 10  # until val has --val_tokens, where the size of the source is not known
 VAL_BYTES = 400_000_000  # of text in val, at most
+LEAST_PIECE = 64  # bytes of a piece: cuts within words cost tokens
 VAL_PIECES = 10  # of the text of val, at least
 SAMPLE_BYTES = 2**20  # of text that is encoded to estimate the number of tokens
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
@@ -143,8 +145,15 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     try:
         _ = load_tokenizer(record).document_id  # raises if it has no such token
     except NotConvertible:
-        if not (source.holds_ids or rows_hold_ids(source, options.text_field)):
+        has_rows = not source.holds_ids and rows_hold_ids(source, options.text_field)
+        if not (source.holds_ids or has_rows):
             raise
+        if document_id_of(record, out) is None and (has_rows or options.document_token):
+            if options.document_token:
+                raise UserError(
+                    f"--tokenizer {name}: has no added token {record.document_token!r}; name another"
+                ) from None
+            say(f"warning: {source.name}: no token is put before each row; name one with --document_token")
     identity, vocab_size = identify(record)
     if record.is_file:
         if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
@@ -213,6 +222,7 @@ def new_manifest(options: PrepareOptions, source: Source, record: TokenizerRecor
         text_field=options.text_field,
         commit=source.commit,
         files=fingerprint(source.identities),
+        times=source.times,
         vocab_size=vocab_size,
         dtype=token_dtype(vocab_size).name,
     )
@@ -413,11 +423,11 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
     name = FINEWEB_EDU if options.source == "fineweb-edu" else options.source
     begun = Manifest.load(out, vars(options))
     if not (begun and begun.complete and name.startswith("hf:")):  # the Hub is not asked without need
-        if options.keep_download and "://" in name:
+        if options.keep_download and not name.startswith("hf:"):
             raise UserError(
                 "--keep_download is for data sets of the Hub; copy the files and name their folder as --source"
             )
-        source = find_source(name, begun.commit if begun else "", options.max_files)
+        source = find_source(name, begun.commit if begun else "", options.max_files, out)
         for folder, path in {path.parent: path for path in source.paths}.items():
             if folder.resolve().is_relative_to(out.resolve()):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
@@ -426,6 +436,11 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             raise UserError(
                 f"{out}: prepared with {begun.files} of {source.name}, but now found {files}; "
                 f"restore the files, use a different --out, or empty {out}"
+            )
+        if begun and not begun.complete and begun.times != source.times:
+            raise UserError(
+                f"{out}: begun with other content of {source.name}, whose files were modified since then; use a "
+                f"different --out, or empty {out}"
             )
         if not (begun and begun.complete):
             source.check(options.text_field)
@@ -436,7 +451,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 manifest.val_share = choose_val_share(manifest, most, tokens, size)
                 val_size = manifest.val_share * size
                 if val_size:
-                    manifest.piece_bytes = min(PIECE_BYTES, max(1, int(val_size / VAL_PIECES)))
+                    manifest.piece_bytes = min(PIECE_BYTES, max(LEAST_PIECE, int(val_size / VAL_PIECES)))
             if tokens:
                 print_forecast(source, manifest, out, tokens)
             if options.keep_download and source.repo:

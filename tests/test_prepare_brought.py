@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import subprocess
 from functools import partial
@@ -12,7 +13,15 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from prepared import END, ids_expected, ids_of, prepare, refused, small_units  # noqa: F401
+from prepared import (
+    END,
+    ids_expected,
+    ids_of,
+    prepare,
+    prepare_stopped,
+    refused,
+    small_units,  # noqa: F401
+)
 from test_tokenizer_json import byte_tokenizer
 
 TEXTS = [f"{number} {'word ' * (number % 7)}\u00e9" for number in range(40)]
@@ -151,3 +160,69 @@ def test_all_special_tokens_that_texts_spell_are_counted(capsys):
     assert "a.jsonl: contains <|endoftext|>, which is encoded as text. If it separates documents" in said.err
     assert "3,000 <|im_start|> inside texts encoded as text" in said.out
     assert np.isin(ids_of(), [257, 258, 259]).sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "arrow", "parquet"])
+def test_padding_that_a_mask_tells_is_left_out_of_rows(kind):
+    rows = {
+        "input_ids": [[1, 2, 3, 0, 0], [4, 5, 0, 0, 0]] * 20,
+        "attention_mask": [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]] * 20,
+    }
+    if kind == "jsonl":
+        lines = [json.dumps(dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True)]
+        Path("a.jsonl").write_text("\n".join(lines))
+    elif kind == "arrow":
+        write_arrow("a.arrow", pyarrow.table(rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table(rows), "a.parquet")
+    prepare(f"a.{kind}", flags="--text_field input_ids --val_tokens 0")
+    assert ids_of() == [END, 1, 2, 3, END, 4, 5] * 20
+
+
+def test_rows_of_ids_have_the_document_token_of_a_tokenizer_that_is_not_converted(capsys):
+    content = {
+        "model": {"type": "Unigram", "vocab": [["a", 0.0]] * 20},
+        "added_tokens": [{"id": 19, "content": "</s>"}],
+    }
+    Path("t.json").write_text(json.dumps(content))
+    source = write_ids("jsonl", [[1, 2, 3]] * 40)
+    flags = "--text_field input_ids --tokenizer t.json --val_tokens 0"
+    prepare(source, "with", f"{flags} --document_token </s>")
+    assert ids_of("with") == [19, 1, 2, 3] * 40
+    refused(f"--source {source} {flags} --document_token <s>", "t.json: has no added token '<s>'; name another")
+    capsys.readouterr()
+    prepare(source, "without", flags)
+    assert ids_of("without") == [1, 2, 3] * 40
+    assert "warning: a.jsonl: no token is put before each row; name one with" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files between two starts
+
+
+@pytest.mark.usefixtures("small_units")
+def test_a_source_that_is_modified_between_two_starts_is_refused_until_the_preparation_is_complete():
+    Path("a.jsonl").write_text("".join(f'{{"text": "{number:09d}"}}\n' for number in range(2000)))
+    prepare_stopped("a.jsonl", "out", "--val_tokens 0 --shard_size 3000", before=2)
+    text = Path("a.jsonl").read_text()
+    stat = Path("a.jsonl").stat()
+    Path("a.jsonl").write_text(text.replace("1", "2"))  # as many bytes
+    os.utime("a.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    refused(
+        "--source a.jsonl --val_tokens 0 --shard_size 3000", "out: begun with other content of a.jsonl, whose files"
+    )
+    Path("a.jsonl").write_text(text)
+    os.utime("a.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    prepare("a.jsonl", flags="--val_tokens 0 --shard_size 3000")
+    assert len(ids_of()) == 20_000
+    Path("a.jsonl").touch()
+    prepare("a.jsonl", flags="--val_tokens 0 --shard_size 3000")  # already complete
+
+
+def test_the_folder_for_the_shards_may_be_in_that_of_the_source():
+    for name in ("a.txt", "sub/b.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(name)
+    for _ in range(2):
+        prepare(".", "data/here")
+    assert ids_of("data/here") == ids_expected(["a.txt", "sub/b.txt"])

@@ -78,7 +78,7 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     complete, read, found, next_command = capsys.readouterr().out.splitlines()
     assert complete == "out: already complete"
     assert read == "40 documents, 8 <|endoftext|> inside texts encoded as text, 1,792 tokens"
-    assert re.match(r"1 val shard \(9\.\d% of the tokens\) and 8 train shards in out \(", found)
+    assert re.match(r"1 val shard \(8\.\d% of the tokens\) and 8 train shards in out \(", found)
     folders = "--data_dir out --checkpoint_dir checkpoints/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 

@@ -21,16 +21,17 @@ class Foreign(NamedTuple):
 
 
 MERGE = (
-    'merge it into its model first: python -c "from peft import AutoPeftModelForCausalLM as Model; '
-    "Model.from_pretrained('FOLDER').merge_and_unload().save_pretrained('merged')\""
+    'merge it into its model first: python -c "import sys, peft; peft.AutoPeftModelForCausalLM.from_pretrained('
+    "sys.argv[1]).merge_and_unload().save_pretrained('merged')\" FOLDER; then convert merged, with the tokenizer of "
+    "the model: convert_hf.py merged weights.pt --tokenizer hf:MODEL, or its tokenizer.json"
 )
 FROM_PICKLE = (
-    'loading it can run code; write safetensors: python -c "from transformers import AutoModelForCausalLM as Model; '
-    "Model.from_pretrained('FOLDER').save_pretrained('converted')\""
+    'loading it can run code; write safetensors: python -c "import sys, transformers; '
+    "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained('converted')\" FOLDER"
 )
 TO_TABLE = (
-    'write it as Parquet: python -c "import pyarrow.csv as csv, pyarrow.parquet as parquet; '
-    "parquet.write_table(csv.read_csv('FILE'), 'NEW.parquet')\""
+    'write it as Parquet: python -c "import sys, pyarrow.csv as csv, pyarrow.parquet as parquet; '
+    "parquet.write_table(csv.read_csv(sys.argv[1]), 'rows.parquet')\" FILE"
 )
 WITH_CONFIG = "give their folder, which needs their config.json too: FOLDER"
 KINDS = (
@@ -48,7 +49,10 @@ KINDS = (
     Foreign("weights without their shape", WITH_CONFIG, r".*\.safetensors|.*\.safetensors\.index\.json"),
     Foreign("weights of transformers in a pickle", FROM_PICKLE, r"pytorch_model.*\.bin"),
     Foreign(
-        "a checkpoint of litgpt", "convert it there: litgpt convert_from_litgpt FOLDER NEW_FOLDER", r"lit_model\.pth",
+        "a checkpoint of litgpt",
+        "convert it there: litgpt convert_from_litgpt FOLDER NEW_FOLDER; then load its model.pth with transformers, "
+        "and save that",
+        r"lit_model\.pth",
     ),
     Foreign(
         "a checkpoint of nanochat",
@@ -58,6 +62,11 @@ KINDS = (
     ),
     Foreign("a checkpoint of torch.distributed", "write one file from it: python -m torch.distributed.checkpoint."
             "format_utils dcp_to_torch FOLDER NEW.pt", r"\.metadata|__\d+_\d+\.distcp"),
+    Foreign(
+        "a part of a Hugging Face folder", "give the folder: FOLDER",
+        r"(config|tokenizer|tokenizer_config|generation_config)\.json|dataset_info\.json|state\.json",
+    ),
+    Foreign("weights for other libraries", "give those for PyTorch", r".*\.(h5|msgpack|onnx|ot|tflite)"),
     # token ids
     *(
         Foreign("token ids of llm.c", "train on their folder with --data_dir FOLDER", begins=struct.pack("<i", magic))
@@ -77,6 +86,7 @@ CONTENTS = {
         "pytorch-lightning_version"
     ),
     ("weights without their shape", WITH_CONFIG): "wte.weight",
+    ("weights without a shape", WITH_CONFIG): "embed_tokens.weight",
     ("the state of an optimizer", "give the weights beside it"): "param_groups",
 }
 
@@ -94,7 +104,8 @@ def what_it_is(path: Path) -> str:
         for kind in KINDS:
             is_named = bool(kind.name) and re.fullmatch(kind.name, file.name)
             if is_named or (kind.begins and beginning.startswith(kind.begins)):
-                return f"{kind.what}; {_filled(kind.advice, file)}"
+                name = f"{file.name} is " if path.is_dir() else ""
+                return f"{name}{kind.what}; {_filled(kind.advice, file)}"
     return ""
 
 
@@ -111,7 +122,6 @@ def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
 
 
 def _filled(advice: str, file: Path) -> str:
-    """Put the place of a file into advice, also within quotes."""
-    quoted = advice.replace("'FOLDER'", repr(str(file.parent))).replace("'FILE'", repr(str(file)))
-    quoted = re.sub(r"(?<!\w)FOLDER\b", lambda _: shlex.quote(str(file.parent)), quoted)
-    return re.sub(r"(?<!\w)FILE\b", lambda _: shlex.quote(str(file)), quoted)
+    """Put the place of a file into advice, quoted for a shell."""
+    filled = re.sub(r"(?<!\w)FOLDER\b", lambda _: shlex.quote(str(file.parent)), advice)
+    return re.sub(r"(?<!\w)FILE\b", lambda _: shlex.quote(str(file)), filled)

@@ -231,8 +231,9 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
     safetensors, weights = import_safetensors(source), dict[str, Tensor]()
     for file in hub.weight_files(folder):
         if file.name == hub.WEIGHTS and not file.exists():
-            found = f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}"
-            raise UserError(f"{found}; other formats are refused, because loading them can run code")
+            others = filter(None, (what_it_is(path) for path in sorted(folder.glob("*.bin"))))
+            kind = next(others, "other formats are refused, because loading them can run code")
+            raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {kind}")
         try:
             with open(file, "rb") as opened:
                 check_pulled(file, opened.peek(1))
@@ -343,7 +344,10 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         record = record.with_json(folder)
         tokenizer = load_tokenizer(record)
     except NotConvertible as error:
-        identity, n_vocab = identify(record)
+        try:
+            identity, n_vocab = identify(record)
+        except NotConvertible:  # no tokenizer at all
+            return UNKNOWN
         if n_vocab > config.vocab_size:
             return UNKNOWN
         say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
@@ -367,14 +371,22 @@ def kept_files(folder: Path, stored: dict) -> str:
     Args:
         stored: config.json.
     """
-    ids = {name: stored[name] for name in SPECIAL_IDS if stored.get(name) is not None}
+    ids = dict[str, int | list[int]]()
+    for name in SPECIAL_IDS:
+        value: Any = stored.get(name)
+        several = value if isinstance(value, list) else [value]
+        if all(type(i) is int and 0 <= i < 2**32 for i in several):
+            ids[name] = value
     files = {}
     for name in hub.KEPT_FILES:
         path = folder / name
-        with suppress(OSError, UnicodeDecodeError):
+        with suppress(OSError, ValueError, RecursionError):  # broken ones are left out
             if path.stat().st_size < LARGEST_KEPT:
-                files[name] = path.read_text(encoding="utf-8")
-    return json.dumps({"ids": ids, "files": files}) if ids or files else ""
+                text = path.read_bytes().decode()
+                if path.suffix == ".json":
+                    json.loads(text)
+                files[name] = text
+    return json.dumps({"ids": ids, "files": files})
 
 
 def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:

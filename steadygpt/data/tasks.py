@@ -2,6 +2,7 @@
 
 import csv
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -133,10 +134,13 @@ def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> lis
         try:
             label = 0
             if kind != GREEDY:
-                value = str(row[columns.split(", ")[-1]])  # the Hub has a string
-                if not value.strip():
-                    raise UserError(f"{where}: has no label; take rows with one, such as those for validation")
-                label = int(value)
+                name = columns.split(", ")[-1]
+                value = row.get(name)
+                if value is None or value == "":
+                    raise UserError(f"{where}: has no {name}; take rows with one, such as those for validation")
+                if not re.fullmatch(r"-?\d{1,9}", str(value)):  # the Hub has a string
+                    raise UserError(f"{where}: {name} is {value!r:.50}; expected the number of the right answer")
+                label = int(str(value))
             found = {"answers": answers_of(row), "label": label}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{where}: not an example of {kind} ({error!r:.200}); {advice}") from None

@@ -150,6 +150,11 @@ class TokenizerRecord(NamedTuple):
         """Whether the tokenizer comes from a tokenizer.json."""
         return self.tokenizer.startswith(("bpe:", "hf:")) or self.tokenizer.endswith(".json")
 
+    @property
+    def is_number(self) -> bool:
+        """Whether only the number of ids is known."""
+        return bool(IDS_ONLY.fullmatch(self.tokenizer))
+
     def fits(self, other: "TokenizerRecord") -> bool:
         """Return whether both are the same tokenizer, as far as is known: by identity, or else by name.
 
@@ -157,7 +162,7 @@ class TokenizerRecord(NamedTuple):
         """
         if self.tokenizer_sha256 and other.tokenizer_sha256:
             return self.tokenizer_sha256 == other.tokenizer_sha256
-        return self.is_file or self.tokenizer in ("", other.tokenizer)
+        return self.is_file or self.tokenizer in ("", other.tokenizer) or other.is_number
 
     def resumed(self, saved: "TokenizerRecord", folder: str) -> "TokenizerRecord":
         """Return this record of the data of a run, with the file that its checkpoint has, or else the folder's."""
@@ -166,7 +171,7 @@ class TokenizerRecord(NamedTuple):
                 f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
                 "right folder with --data_dir"
             )
-        return self.completed(saved)
+        return saved if self.is_number else self.completed(saved)
 
     def completed(self, other: "TokenizerRecord") -> "TokenizerRecord":
         """Return this record with the files that another one of the same tokenizer has."""
@@ -191,14 +196,14 @@ def get_tokenizer(name: str) -> Tokenizer:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         return Tokenizer(encoding, pattern)
     if IDS_ONLY.fullmatch(name):
-        raise NotConvertible(f"--tokenizer {name}: token ids without a known tokenizer; expected one that encodes text")
+        raise NotConvertible(f"tokenizer {name}: only the number of ids is known; text needs the tokenizer itself")
     if not name:
         raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(
-            f"unknown tokenizer {name!r}; expected bpe:N, hf:NAME[@REVISION], the path of a tokenizer.json, or one of "
-            f"{known}"
+            f"unknown tokenizer {name!r}; expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a tokenizer.json, or "
+            f"one of {known}"
         )
     # The identity has the name, because releases of tiktoken write the same pattern differently.
     return Tokenizer(_download(name), f"{name} of tiktoken")
@@ -254,7 +259,7 @@ def identify(record: TokenizerRecord) -> tuple[str, int]:
 
     The identity of such a tokenizer is the SHA-256 of its file's content, whatever the white space.
     """
-    if IDS_ONLY.fullmatch(record.tokenizer):
+    if record.is_number:
         return "", int(record.tokenizer.removeprefix("ids:"))
     try:
         tokenizer = load_tokenizer(record)
@@ -271,6 +276,19 @@ def identify(record: TokenizerRecord) -> tuple[str, int]:
         if not 0 < n_vocab <= 2**24:
             raise
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(), n_vocab
+
+
+def document_id_of(record: TokenizerRecord, folder: Path) -> int | None:
+    """Return the id of the token that begins every document; None if a tokenizer that is not converted lacks it."""
+    try:
+        return load_tokenizer(record, folder).document_id
+    except NotConvertible as error:
+        try:
+            content = json.loads(record.with_json(folder).tokenizer_json or "{}")
+            ids = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise error from None
+        return ids.get(record.document_token)
 
 
 def check_recorded(record: TokenizerRecord, folder: Path) -> None:

@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, encoding_of
-from steadygpt.prepare.ids import ID_SUFFIXES, read_ids
+from steadygpt.prepare.ids import ID_SUFFIXES, MASK, read_ids
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
@@ -187,12 +189,13 @@ def read_table(source: FileToRead, at: int, row: int) -> Iterator[Block]:
     names = [column.path for column in table.schema]
     if not any(f"{name}.".startswith(f"{source.text_field}.") for name in names):
         raise no_text_field(source.name, source.text_field, table.schema_arrow.names)
+    columns = [source.text_field, *(name for name in table.schema_arrow.names if name == MASK)]
     num_rows = table.metadata.num_rows
     first_row = 0  # of the row group
     for group in range(table.num_row_groups):
         next_group = first_row + table.metadata.row_group(group).num_rows
         if at < next_group:
-            batches = table.iter_batches(ROWS_AT_ONCE, [group], [source.text_field], use_threads=False)
+            batches = table.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
             for values in _values_of_batches(batches, source.text_field, at - first_row):
                 end = at + len(values)
                 progress = source.size * end // num_rows
@@ -212,25 +215,34 @@ def read_arrow(source: FileToRead, at: int, row: int) -> Iterator[Block]:
     if not column:
         raise no_text_field(source.name, source.text_field, names)
     batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
-    parts = (
-        batch.select([column]).slice(first, ROWS_AT_ONCE)
-        for batch in batches
-        for first in range(0, batch.num_rows, ROWS_AT_ONCE)
-    )
-    for values in _values_of_batches(parts, source.text_field, at):
+    columns = [column, *(name for name in names if name == MASK)]
+    ends = [0]  # of the batches that are read: rows,
+    tells = [source.file.tell()]  # and bytes
+
+    def parts() -> Iterator["RecordBatch"]:
+        for batch in batches:
+            ends.append(ends[-1] + batch.num_rows)
+            tells.append(source.file.tell())
+            for first in range(0, batch.num_rows, ROWS_AT_ONCE):
+                yield batch.select(columns).slice(first, ROWS_AT_ONCE)
+
+    for values in _values_of_batches(parts(), source.text_field, at):
         end = at + len(values)
-        yield Block(source.name, source.number, at, end, at, end, source.file.tell(), values)
+        yield Block(source.name, source.number, at, end, at, end, round(np.interp(end, ends, tells)), values)
         at = end
 
 
 def _values_of_batches(batches: "Iterable[RecordBatch]", text_field: str, first: int) -> Iterator[list]:
-    """Yield the values of batches of one column, from a row on, in lists of about BLOCK_BYTES."""
+    """Yield the values of batches, from a row on, in lists of about BLOCK_BYTES.
+
+    Their columns are that of the text field, and perhaps MASK.
+    """
     values: list = []
     num_bytes = 0
     for batch in batches:
-        column = batch.schema.names[0]
-        for value in _values(batch.column(0)[first:]):
-            text = field_of({column: value}, text_field)
+        columns = {name: _values(batch.column(name)[first:]) for name in batch.schema.names}
+        for row in zip(*columns.values(), strict=True):
+            text = field_of(dict(zip(columns, row, strict=True)), text_field)
             if isinstance(text, bytes):
                 with suppress(UnicodeDecodeError):  # then they are no text
                     text = text.decode()
@@ -378,7 +390,13 @@ def field_of(row: object, name: str) -> object:
     if not isinstance(row, dict):
         return Skipped(f"no field {name!r}", f"found {type(row).__name__}; expected one object a line")
     if name in row:
-        return row[name]
+        value = row[name]
+        mask = row.get(MASK)
+        if isinstance(value, list) and isinstance(mask, list):  # token ids with padding
+            if len(mask) != len(value):
+                return Skipped(f"{len(value)} ids, but {len(mask)} values of {MASK}")
+            return [i for i, is_kept in zip(value, mask, strict=True) if is_kept]
+        return value
     outer, _, inner = name.partition(".")
     if outer in row:
         return field_of(row[outer], inner)

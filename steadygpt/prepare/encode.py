@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from steadygpt.data.shards import check_vocabulary, token_dtype
-from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
-from steadygpt.data.tokenizer_json import NotConvertible
+from steadygpt.data.tokenizer import TokenizerRecord, document_id_of, load_tokenizer
 from steadygpt.prepare.documents import NO_TEXT, Block, Skipped, cut_document, read_documents, repair
 
 
@@ -64,10 +63,7 @@ def encode(
         array = np.concatenate([block.data.astype(dtype) for block in unit])
         ends = [*range(piece_bytes, len(array), piece_bytes), len(array)]
         return Encoded(array, ends, np.diff(ends, prepend=0).tolist())
-    try:
-        document_id = load_tokenizer(record, out).document_id
-    except NotConvertible:  # rows of ids separate their documents themselves
-        document_id = None
+    document_id = document_id_of(record, out)
     ids = bytearray()
     ends = []
     sizes = []

@@ -45,6 +45,8 @@ def read_ids(
         ids, mask = _open_npz(file, name)
     else:
         ids, mask = _open(file, suffix, file.name, size, vocab_size), None
+    if ids.dtype.kind == "b":
+        raise UserError(f"{file.name}: holds bool; expected integer token ids")
     for array in filter(None, (ids, mask)):
         array.stream.seek(at * array.dtype.itemsize, 1)
     total = math.prod(ids.shape)

@@ -53,6 +53,7 @@ class Manifest:
     tokens_for_val: Count = 0
     shards: list[ShardEntry] = field(default_factory=list)
     # Until the preparation is complete:
+    times: str = ""  # a fingerprint of when the source's files were changed
     next: Place = field(default_factory=Place)  # of the unit after the last one that is saved
     begun: dict[str, Count] = field(default_factory=dict)  # split -> tokens of its next shard that are saved
 
@@ -108,7 +109,7 @@ class Manifest:
         """Replace the manifest atomically."""
         content = vars(self) | {"next": self.next._asdict()}
         if self.complete:
-            del content["next"], content["begun"]
+            del content["times"], content["next"], content["begun"]
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
     def add(self, found: Encoded) -> dict[str, list[np.ndarray]]:

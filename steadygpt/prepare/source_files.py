@@ -26,10 +26,13 @@ EXPECTED = (
 Entered = Counter[tuple[int, int]]  # (device, inode) of a folder -> how many of its names were met
 
 
-def find_files(source: str) -> list[Path]:
+def find_files(source: str, out: Path | None = None) -> list[Path]:
     """Find the readable files of a path, a folder and those below it, a glob or "stdlib", sorted by name.
 
     A file or folder that has several names, by links, has the first one. Hidden ones in folders are left out.
+
+    Args:
+        out: a folder that is left out of those above it, because shards are written there.
 
     Raises: UserError if there are none, or text beside token ids.
     """
@@ -40,7 +43,10 @@ def find_files(source: str) -> list[Path]:
         raise UserError(f"--source is empty; expected {EXPECTED}")
     names = set[str]()
     for path in [Path(source)] if os.path.lexists(source) else matches(source):
-        names |= {str(file) for file in files_below(path, entered)} if path.is_dir() else {str(path)}
+        if path.is_dir():
+            names.update(str(file) for file in files_below(path, entered) if not (out and is_in(file, out)))
+        elif path.exists() or str(path) == source:  # a glob also matches links to nothing
+            names.add(str(path))
     chosen = choose(source, sorted(names, key=Path))
     files = dict[tuple[int, int], Path]()
     for name in chosen:
@@ -52,6 +58,11 @@ def find_files(source: str) -> list[Path]:
     if repeated:
         say(f"{source}: left out {counted(repeated, 'link')} to files and folders that have another name here")
     return list(files.values())
+
+
+def is_in(file: Path, folder: Path) -> bool:
+    """Return whether a path leads into a folder."""
+    return file.resolve().is_relative_to(folder.resolve())
 
 
 def matches(pattern: str) -> list[Path]:
@@ -111,9 +122,10 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
     # Beside other files, .json files are rarely JSON Lines.
     chosen = [name for name in chosen if suffix_of(name) != ".json"] or chosen
     if not chosen:
-        kind = next(filter(None, map(what_it_is, map(Path, names))), "")
-        if kind:
-            raise UserError(f"--source {source}: {kind}")
+        for name in names:
+            kind = what_it_is(Path(name))
+            if kind:
+                raise UserError(f"--source {source}: {name} is {kind}")
         found = "no such file"
         if names:
             found = f"found {counted(len(names), 'file')} of other types"

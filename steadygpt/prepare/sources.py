@@ -58,6 +58,11 @@ class Source:
         self.identities = [file.identity for file in self.remote] or list(zip(self.names, self.sizes, strict=True))
 
     @property
+    def times(self) -> str:
+        """A line that changes when a local file is modified."""
+        return hashlib.sha256(json.dumps([found.st_mtime_ns for found in self.stats]).encode()).hexdigest()[:16]
+
+    @property
     def commit(self) -> str:
         """The commit of a data set of the Hub."""
         return self.repo.commit if self.repo else ""
@@ -156,12 +161,13 @@ class StreamedSource(Source):
                 row = end
 
 
-def find_source(name: str, commit: str = "", max_files: int | None = None) -> Source:
+def find_source(name: str, commit: str = "", max_files: int | None = None, out: Path | None = None) -> Source:
     """Find the files of --source.
 
     Args:
         commit: of the Hub data set, if an earlier run has begun with it.
         max_files: how many files to take, in their order; None for all.
+        out: see find_files.
     """
     if "://" in name:
         found = {file.path: file for file in Store(name).files()}
@@ -169,7 +175,7 @@ def find_source(name: str, commit: str = "", max_files: int | None = None) -> So
         visible = [path for path in found if "/." not in path.removeprefix(name.partition("*")[0])]
         return Source(name, remote=[found[path] for path in choose(name, visible)[:max_files]])
     if not name.startswith("hf:"):
-        return Source(name, find_files(name)[:max_files])
+        return Source(name, find_files(name, out)[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")
     repo = hub.find_repo("dataset", spec, commit)
     kind, files = hub.data_files(repo, config, "train")

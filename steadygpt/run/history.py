@@ -104,6 +104,8 @@ def open_data(history: History, ranks: Ranks) -> Data:
         record = data.tokenizer_record
         if saved:
             record = record.resumed(saved, data.folder)
+        elif initial and record.is_number and initial.tokenizer:
+            record = initial
         elif initial and record.tokenizer_sha256 == initial.tokenizer_sha256:
             record = record.completed(initial)
         return replace(data, tokenizer_record=record)

@@ -2,8 +2,10 @@
 
 import gzip
 import json
-import shutil
+import shlex
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from test_tokenizer_json import byte_tokenizer
 
 import convert_hf
 from convert_hf import write_folder
-from steadygpt.base.foreign import KINDS, what_it_is
+from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.convert.weights import read_weights
@@ -66,7 +68,7 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(with_model):
     Path("model/adapter_config.json").write_text("{}")
     message = mistake("model")
     assert message.startswith("model: an adapter of peft; merge it into its model first: python -c")
-    assert "from_pretrained('model').merge_and_unload().save_pretrained('merged')" in message
+    assert ".merge_and_unload().save_pretrained('merged')\" model; then convert merged, with the tokenizer" in message
 
 
 KEPT = {
@@ -98,6 +100,32 @@ def test_what_came_with_a_chat_model_survives_fine_tuning_and_export():
         assert stored["pad_token_id"] is None  # the id did not exist
         config = transformers.AutoModelForCausalLM.from_pretrained(target).generation_config
         assert config.eos_token_id == [257, 258]
+
+
+@pytest.mark.parametrize("odd", [-1, "2", 2.0, True, [2, None], 10**30])
+def test_special_ids_that_are_none_do_not_end_an_export(odd):
+    llama("model", 257, pad_token_id=odd, eos_token_id=odd, bos_token_id=3)
+    for source, target in (("model", "weights.pt"), ("weights.pt", "out")):
+        assert convert_hf.main([source, target, "--tokenizer", "bytes"][: 2 if target == "out" else 4]) == 0
+    stored = json.loads(Path("out/config.json").read_text())
+    assert (stored["bos_token_id"], stored["eos_token_id"], stored["pad_token_id"]) == (3, None, None)
+
+
+@pytest.mark.parametrize("text", ["{}", "{", "[]", '{"model": {"type": "BPE"}}', ""])
+def test_weights_beside_a_broken_tokenizer_are_read(text):
+    llama("model", 257)
+    Path("model/tokenizer.json").write_text(text)
+    assert read_weights("model")["tokenizer"] == ""
+
+
+def test_kept_files_are_the_same_bytes_and_broken_ones_are_left_out():
+    llama("model", 257)
+    Path("model/chat_template.jinja").write_bytes(b"a\r\nb\r\n")
+    Path("model/generation_config.json").write_text("{broken")
+    assert convert_hf.main(["model", "weights.pt", "--tokenizer", "bytes"]) == 0
+    assert convert_hf.main(["weights.pt", "out"]) == 0
+    assert Path("out/chat_template.jinja").read_bytes() == b"a\r\nb\r\n"
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 2
 
 
 def test_an_export_says_how_a_text_ends():
@@ -205,6 +233,20 @@ def test_a_model_whose_tokenizer_is_not_converted_is_trained_on_ids_and_exported
         run_here(*f"--init_from weights.pt --data_dir other --checkpoint_dir refused {STEPS}".split())
 
 
+def test_ids_whose_number_is_known_take_the_tokenizer_of_the_weights():
+    llama("model", 300, eos_token_id=[7, 8])
+    Path("model/tokenizer.json").write_text(digits_tokenizer())
+    assert convert_hf.main(["model", "weights.pt"]) == 0
+    np.save("ids.npy", np.arange(2000, dtype=np.uint16) % 290)
+    prepare("ids.npy", "data", "--tokenizer ids:300 --val_tokens 0")
+    assert run_here(*f"--init_from weights.pt --data_dir data --checkpoint_dir run {STEPS}".split()) == 0
+    assert run_here(*"--checkpoint_dir run --resume latest --max_steps 3 --allow_changes".split()) == 0
+    assert convert_hf.main(["run", "out"]) == 0
+    assert json.loads(Path("out/tokenizer.json").read_text()) == json.loads(digits_tokenizer())
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == [7, 8]
+    assert "<|endoftext|>" not in Path("out/tokenizer_config.json").read_text()
+
+
 def test_ids_of_an_unknown_tokenizer_need_only_their_number():
     np.save("ids.npy", np.arange(3000, dtype=np.uint16) % 1500)
     refused("--source ids.npy --tokenizer ids:1000", "holds token id 1000.*, outside the vocabulary of 1,000")
@@ -214,9 +256,7 @@ def test_ids_of_an_unknown_tokenizer_need_only_their_number():
     assert run_here(*f"--data_dir data --checkpoint_dir run {shape} {STEPS}".split()) == 0
     assert read_checkpoint(Path("run/latest.pt"))["model_config"]["vocab_size"] == 1500
     Path("text.txt").write_text("one two " * 100)
-    refused(
-        "--source text.txt --tokenizer ids:1500", "ids:1500: token ids without a known tokenizer; expected one that"
-    )
+    refused("--source text.txt --tokenizer ids:1500", "ids:1500: only the number of ids is known; text needs the token")
 
 
 def test_shards_without_a_manifest_have_the_vocabulary_of_the_weights():
@@ -283,14 +323,14 @@ def test_a_folder_of_another_program_is_named(files, message):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("a.csv", "a table of text; write it as Parquet: .*'in/a.csv'"), ("a.tar.gz", "an archive; unpack it"),
+    ("a.csv", r"a table of text; .*'rows.parquet'\)\" in/a.csv"), ("a.tar.gz", "an archive; unpack it"),
     ("a.jsonl.xz", "packed in another way"), ("a.pdf", "a document with a layout"), ("a.gguf", "weights of llama.cpp"),
 ])  # fmt: skip
 def test_sources_and_shards_are_named_too(name, message):
     Path("in").mkdir()
     Path("in", name).write_bytes(b"GGUF" if name.endswith("gguf") else gzip.compress(b"a"))
     for source in ("in", f"in/{name}"):
-        with pytest.raises(UserError, match=f"--source {source}: {message}"):
+        with pytest.raises(UserError, match=f"--source {source}: in/{name} is {message}"):
             find_files(source)
 
 
@@ -300,15 +340,13 @@ def test_weights_are_no_shard():
         open_shard(Path("a_train_000000.bin"))
 
 
-def test_the_command_that_reads_a_table_works():
-    Path("a.csv").write_text("text,n\none two,1\n" * 1)
-    [kind] = [kind for kind in KINDS if kind.what == "a table of text"]
-    assert kind.advice.split("python -c ")[1].count('"') == 2
-    code = what_it_is(Path("a.csv")).split('python -c "')[1].rstrip('"')
-    exec(code.replace("'NEW.parquet'", "'new.parquet'"), {})
-    prepare("new.parquet")
+def test_the_command_that_reads_a_table_works_whatever_the_name():
+    Path("it's $(x)").mkdir()
+    Path("it's $(x)/a'b.csv").write_text("text,n\none two,1\n")
+    command = what_it_is(Path("it's $(x)/a'b.csv")).split("write it as Parquet: python ")[1]
+    subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, check=True)
+    prepare("rows.parquet")
     assert bytes(ids_of()[1:]) == b"one two"
-    shutil.rmtree("out")
 
 
 def test_small_ids_without_a_name_are_not_taken_for_gpt2_in_silence(capsys):

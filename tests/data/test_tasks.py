@@ -80,7 +80,7 @@ def test_the_order_and_the_examples_before_an_example_are_those_of_nanochat(bund
     ("winograd", '{"context_options": 3, "continuation": "b", "gold": 0}', "not an example of schema .TypeError"),
     ("winograd", '{"context', "not JSON .*; expected context_options, continuation, gold"),
     ("winograd", "[1]", "expected an object"),
-    ("piqa", '{"query": "a", "choices": ["b", "c"]}', r"KeyError\('gold'\)"),
+    ("piqa", '{"query": "a", "choices": ["b", "c"]}', "has no gold; take rows with one"),
     ("piqa", '{"query": "a", "choices": "bc", "gold": 0}', "'bc' is not a list"),
 ])  # fmt: skip
 def test_a_broken_row_of_a_bundle_is_named(bundle, kind, row, message):
@@ -123,7 +123,7 @@ def test_a_broken_bundle_is_explained(bundle, file, old, new, message):
     ({"endings": 3}, "expected ctx, endings, label"), ({"label": 9}, "the right one of 4 answers is said to be 9"),
     ({"label": ""}, "has no label; take rows with one, such as those for validation"),
     ({"endings": ["a", "b", "c"]}, "3 endings; expected 4, as of HellaSwag"),
-    ({"label": 0.7}, "ValueError.*'0.7'"), ({"label": 10**4000}, "expected"),
+    ({"label": 0.7}, "label is 0.7; expected the number of the right"), ({"label": 10**4000}, "expected"),
     ("{", "not JSON"), ("7", "expected an object"), ("[" * 100_000, "not JSON"),
 ])  # fmt: skip
 def test_a_malformed_row_is_reported_with_its_line(tmp_path, wrong, expected):
