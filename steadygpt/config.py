@@ -178,7 +178,7 @@ class TrainConfig(GPTConfig):
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
     check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
-    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves, more if they cost over 1% of time; 0 = off")
+    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if they take over 1% of it; 0 = off")
     keep_checkpoints: int = _saves(10, "rolling checkpoints to keep, the newest", at_least=1)
     keep_epochs: int = _saves(0, "epoch checkpoints to keep, the newest; 0 = all")
     resume: str = _saves("", "resume from latest, auto (latest, or start a new run if there is none), best, stable "

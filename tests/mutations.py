@@ -97,7 +97,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "self.config.trains and val_loss <=", "checkpoint/test_saves"),
     ("steadygpt/checkpoint/saves.py", "self.writer.failed >= MAX_FAILED and",
      "self.writer.failed > 0 and", "checkpoint/test_saves"),
-    ("steadygpt/checkpoint/saves.py", "/ PAUSE_SHARE)", "* PAUSE_SHARE)", "checkpoint/test_saves"),
+    ("steadygpt/checkpoint/saves.py", "pause_s / PAUSE_SHARE", "pause_s * PAUSE_SHARE", "checkpoint/test_saves"),
     ("steadygpt/base/durable.py", "            if durable:\n                fsync(file.fileno())",
      "            if not durable:\n                fsync(file.fileno())", "base/test_durable faults/test_kill"),
     ("steadygpt/base/durable.py", "    if durable:\n        fsync_folder(path.parent)",

@@ -3,7 +3,9 @@
 import math
 import os
 import re
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.base.options import UserError
+from steadygpt.base.text import duration_text
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.evaluations import (
     EVALUATIONS,
@@ -30,7 +33,9 @@ from steadygpt.machine.device import compute_alone
 from steadygpt.machine.digests import check_digests
 from steadygpt.machine.ranks import Ranks, StopSignal
 
-PAUSE_SHARE = 0.01  # of the time, at most, that timed saves may pause training
+PAUSE_SHARE = 0.01  # of the time that timed saves may pause training; then they become rarer,
+MOST_MINUTES = 10.0  # up to so many between them, unless --checkpoint_minutes asks for more
+PAUSES = 5  # the last ones, whose median counts: a hiccup of the disk or a suspended machine changes nothing
 MAX_FAILED = 10  # consecutive saves, and intervals of timed saves without a good one, before a run stops
 # Left by killed writers and downloads.
 STALE = re.compile(
@@ -51,6 +56,7 @@ class Saves:
         self.count = 0  # in this start
         self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: there are none
         self.paused_s = 0.0  # in this start
+        self.pauses = deque([0.0] * PAUSES, PAUSES)
 
     def is_due(self, step: int, is_special: bool) -> bool:
         """Return whether a save is due after `step` updates: by time, or because the step is special."""
@@ -78,13 +84,28 @@ class Saves:
         if not self.config.background_upload:
             self.wait()
         # Without the wait, because timed saves begin only when none is in flight. The first save allocates memory too.
-        if self.paused_s and self.interval_s:
-            self.interval_s = max(self.interval_s, (time.monotonic() - ready_s) / PAUSE_SHARE)
+        if self.count and self.interval_s:
+            self.pauses.append(time.monotonic() - ready_s)
+            self._choose_interval()
         if not self.config.background_upload:
             self._wait_for_uploads(lambda: bool(self.stop.asked))
         self.step, self.captured_at_s = step, time.monotonic()
         self.count += 1
         self.paused_s += self.captured_at_s - start_s
+
+    def _choose_interval(self) -> None:
+        """Choose the time between timed saves by what the last ones have cost, and tell when it is not as asked for."""
+        asked_s = 60 * self.config.checkpoint_minutes
+        pause_s = statistics.median(self.pauses)
+        interval_s = max(asked_s, min(pause_s / PAUSE_SHARE, 60 * MOST_MINUTES))
+        if interval_s > asked_s == self.interval_s:
+            self.log.say(
+                f"timed saves are now {duration_text(interval_s)} apart instead of {duration_text(asked_s)}, because "
+                f"each pauses training for {pause_s:.1f} s"
+            )
+        if interval_s == asked_s < self.interval_s:
+            self.log.say(f"timed saves are again {duration_text(asked_s)} apart")
+        self.interval_s = interval_s
 
     def evaluated(self, state: files.TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
         """Record what an evaluation found, and return whether its val_loss, if it has one, is the lowest so far.

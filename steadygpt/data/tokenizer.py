@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -80,9 +81,15 @@ class Tokenizer:
         longest_first = [map(re.escape, sorted(texts, key=len, reverse=True)) for texts in self.literals]
         return [re.compile(f"({'|'.join(texts) or '(?!)'})") for texts in longest_first]
 
+    def spelled(self, text: str) -> Counter[str]:
+        """Return how often a text contains the characters of each special token, of the longest one at each place."""
+        special = self.encoding._special_tokens
+        if len(special) <= 8 and not any(token in text for token in special):  # faster than the pattern
+            return Counter()
+        return Counter(self._special.findall(text))
+
     @cached_property
-    def special(self) -> re.Pattern[str]:
-        """A pattern that finds the texts of special tokens, the longest at each place."""
+    def _special(self) -> re.Pattern[str]:
         texts = sorted(self.encoding._special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
