@@ -67,6 +67,7 @@ from steadygpt.prepare.documents import (
 )
 from steadygpt.prepare.encode import Encoded
 from steadygpt.prepare.manifest import VAL_SHARE, Manifest
+from steadygpt.prepare.source_files import is_in
 from steadygpt.prepare.sources import FINEWEB_EDU, Place, Source, find_source, fingerprint
 from steadygpt.prepare.train_tokenizer import TRAINING_BYTES, train_tokenizer
 from steadygpt.prepare.workers import map_in_order
@@ -288,9 +289,13 @@ def estimate(source: Source, manifest: Manifest, out: Path, options: PrepareOpti
         return 0.0, 0.0
     encode = manifest.encoder(out)
     found = encode(sample)
-    for token in found.spelled:
-        name = next(block.name for block in sample if token in encode([block]).spelled)
-        print_spelled(name, token, manifest.document_token)
+    if found.spelled:
+        names = dict[str, str]()  # token -> the first file that contains it
+        for block in sample:
+            for token in encode([block]).spelled:
+                names.setdefault(token, block.name)
+        for token, name in names.items():
+            print_spelled(name, token, manifest.document_token)
     if first == Place() and not found.documents and not source.holds_ids:
         check_rows(sample, manifest)
     return len(found.ids) / read * total, sum(found.sizes) / read * total
@@ -429,7 +434,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             )
         source = find_source(name, begun.commit if begun else "", options.max_files, out)
         for folder, path in {path.parent: path for path in source.paths}.items():
-            if folder.resolve().is_relative_to(out.resolve()):
+            if is_in(folder, out):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
         files = fingerprint(source.identities)
         if begun and begun.files != files:

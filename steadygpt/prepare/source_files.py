@@ -44,7 +44,9 @@ def find_files(source: str, out: Path | None = None) -> list[Path]:
     names = set[str]()
     for path in [Path(source)] if os.path.lexists(source) else matches(source):
         if path.is_dir():
-            names.update(str(file) for file in files_below(path, entered) if not (out and is_in(file, out)))
+            below = list(files_below(path, entered))
+            inside = {folder for folder in {file.parent for file in below} if out and is_in(folder, out)}
+            names.update(str(file) for file in below if file.parent not in inside)
         elif path.exists() or str(path) == source:  # a glob also matches links to nothing
             names.add(str(path))
     chosen = choose(source, sorted(names, key=Path))
@@ -60,9 +62,9 @@ def find_files(source: str, out: Path | None = None) -> list[Path]:
     return list(files.values())
 
 
-def is_in(file: Path, folder: Path) -> bool:
-    """Return whether a path leads into a folder."""
-    return file.resolve().is_relative_to(folder.resolve())
+def is_in(path: Path, folder: Path) -> bool:
+    """Return whether a path leads into a folder, or to it."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def matches(pattern: str) -> list[Path]:
