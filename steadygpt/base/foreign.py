@@ -78,16 +78,19 @@ KINDS = (
     Foreign("a table of text", TO_TABLE, r".*\.(csv|tsv)"),
     Foreign("a document with a layout", "write its text into a .txt file", r".*\.(pdf|docx?|odt|epub|rtf|html?)"),
 )  # fmt: skip
-# What a file of torch.save is, by a key of its content, or of a dictionary in it.
-LLAMA2_C = "a checkpoint of llama2.c", "export it there: python export.py NEW_FOLDER --checkpoint FILE --version -1"
+# A key of the content of a file of torch.save, or of a dictionary in it -> what the file is, what to do.
 CONTENTS = {
-    LLAMA2_C: "model_args.dim",
-    ("a checkpoint of Lightning", "take the weights out of it, and give them with their config.json"): (
-        "pytorch-lightning_version"
+    "model_args.dim": (
+        "a checkpoint of llama2.c",
+        "export it there: python export.py NEW_FOLDER --checkpoint FILE --version -1",
     ),
-    ("weights without their shape", WITH_CONFIG): "wte.weight",
-    ("weights without a shape", WITH_CONFIG): "embed_tokens.weight",
-    ("the state of an optimizer", "give the weights beside it"): "param_groups",
+    "pytorch-lightning_version": (
+        "a checkpoint of Lightning",
+        "take the weights out of it, and give them with their config.json",
+    ),
+    "wte.weight": ("weights without their shape", WITH_CONFIG),
+    "embed_tokens.weight": ("weights without their shape", WITH_CONFIG),
+    "param_groups": ("the state of an optimizer", "give the weights beside it"),
 }
 
 
@@ -115,7 +118,7 @@ def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
     for outer, inner in content.items():
         if isinstance(inner, Mapping):
             names += [f"{outer}.{key}" for key in inner]
-    for (what, advice), key in CONTENTS.items():
+    for key, (what, advice) in CONTENTS.items():
         if any(f".{name}".endswith(f".{key}") for name in names):
             return f"{what}; {_filled(advice, path)}"
     return ""
