@@ -1,5 +1,6 @@
 """TensorBoard: curves, samples and histograms of a run."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,17 @@ FOLDER = "tensorboard"  # in the run's folder
 HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
 
 
+def wait_for_a_later_name(folder: Path) -> None:
+    """Wait until the events of this start sort after those of starts before, at most a second.
+
+    TensorBoard reads files of events in the order of their names. Those begin with the second; host, process and a
+    counter follow, which do not grow from start to start ("9" sorts after "10"). Read in the wrong order, the older
+    file would hide the newer one.
+    """
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010}.*")):
+        time.sleep(0.02)
+
+
 class TensorBoard:
     """Writes the events of a run, and hides what an interrupted run logged from `start_step` on.
 
@@ -22,7 +34,9 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer = SummaryWriter(str(Path(config.checkpoint_dir, FOLDER)), purge_step=start_step)
+        folder = Path(config.checkpoint_dir, FOLDER)
+        wait_for_a_later_name(folder)
+        self.writer = SummaryWriter(str(folder), purge_step=start_step)
         self.flush, self.close = self.writer.flush, self.writer.close
         options = {name: value for name, value in shown_options(config).items() if value != ""}
         for summary in hparams(options, {"eval/val_loss": None, "train/loss": None}):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import evaluations, open_log, run_here, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.text import duration_text
 from steadygpt.checkpoint.files import TrainState
@@ -116,7 +117,9 @@ def test_full_disk_is_one_warning_and_loses_only_records(tmp_path, monkeypatch, 
     assert len(records(tmp_path)) == 3
 
 
-def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path):
+@pytest.mark.parametrize("files_before", [0, 9])  # its names end with a count of this process: 10 sorts before 9
+def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path, monkeypatch, files_before):
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(files_before))
     log = open_log(config(tmp_path, use_tensorboard=True), None)
     write(log, range(6), value=1.0)
     log.close()
