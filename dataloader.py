@@ -9,7 +9,7 @@ several sources, each in its own order.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 
 import numpy as np
@@ -66,6 +66,7 @@ class RowStream(Rows):
 
     shards: Sequence[Shard]  # at least one; those with fewer than context_length + 1 tokens have no row and are skipped
     context_length: int
+    _: KW_ONLY  # so that no field that is put in between turns a shuffle off
     seed: int = 0  # of both shuffles
     shuffle_shards: bool = False  # in an order that is drawn for each epoch
     shuffle_rows: bool = False  # in an order that is drawn for each epoch and shard

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 
 import logging
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,27 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from steadygpt.choices import ACTIVATIONS, NORMS
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.attention import OPERATORS, attention
 from steadygpt.machine.loss import IGNORED_TARGET, token_losses
-
-
-def relu2(x: Tensor) -> Tensor:
-    """Compute ReLU squared (So et al. 2021)."""
-    x = F.relu(x)
-    return x * x  # not x.square(), which autocast computes in fp32
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """Compute SwiGLU (Shazeer 2020): the first half of the features, as SiLU, times the second half."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu2": relu2, "swiglu": swiglu,
-}  # fmt: skip
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # blocks
@@ -120,7 +102,7 @@ class Norm(nn.Module):
     def __init__(self, config: GPTConfig, size: int, is_layernorm: bool):
         super().__init__()
         self.size, self.eps, self.is_layernorm = size, config.norm_eps, is_layernorm
-        self.weight = None if config.norm == "rmsnorm_no_weight" else nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(size)) if NORMS[config.norm].has_weight else None
         self.bias = nn.Parameter(torch.empty(size)) if is_layernorm and config.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +148,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout = config.dropout
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation].function
         self.c_fc = Linear(config.embd_size, sum(config.parts("c_fc")), bias=config.bias)
         self.c_proj = Linear(config.mlp_size, config.embd_size, bias=config.bias)
 
@@ -184,9 +166,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
         self.parallel_residual, self.recompute = config.parallel_residual, recompute
-        self.ln_1 = Norm(config, config.embd_size, config.norm == "layernorm")
+        self.ln_1 = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.attn = Attention(config, layer)
-        self.ln_2 = Norm(config, config.embd_size, config.norm == "layernorm")
+        self.ln_2 = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
@@ -233,9 +215,9 @@ class GPT(nn.Module):
         self.register_buffer("rotary", None, persistent=False)
         self.fill_rotary(torch.get_default_device())
         # NanoChat's norm of the embedding; it has no weights.
-        self.ln_0 = Norm(config, config.embd_size, False) if config.norm == "rmsnorm_no_weight" else nn.Identity()
+        self.ln_0 = Norm(config, config.embd_size, False) if NORMS[config.norm].of_embedding else nn.Identity()
         self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
-        self.ln_f = Norm(config, config.embd_size, config.norm == "layernorm")
+        self.ln_f = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         self.lm_head.padding = padding
         if config.tied_head:

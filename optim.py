@@ -23,35 +23,56 @@ AT_ONCE = 2**27  # elements of the matrices that are whole on every rank at the 
 
 
 def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
+    """Return the optimizer that a configuration chooses.
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that
     of the schedule.
     """
-    roles = model.parameters_by_role()
-    params = {role: list(parameters.values()) for role, parameters in roles.items()}
-    tables = params["embedding"] + params["head"]
-    options: dict[str, Any] = {
+    return OPTIMIZERS[config.optimizer](model, config, ranks)
+
+
+def make_adamw(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019)."""
+    return torch.optim.AdamW(adamw_groups(model, "embedding", "matrix", "head"), **adamw_options(config))
+
+
+def make_muon(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
+    """Return Muon for the matrices of the blocks and AdamW for the rest."""
+    named = model.parameters_by_role()["matrix"]
+    matrices = {
+        "params": list(named.values()),
+        "lr_ratio": config.muon_lr / config.max_lr,
+        "parts": [model.config.parts(name) for name in named],
+        "momentum": config.muon_momentum,
+        "beta2": config.muon_beta2,
+    }
+    # Another batch size of matrices rounds differently.
+    share_work = Ranks(ranks.device) if config.deterministic else ranks
+    groups = [*adamw_groups(model, "embedding", "head"), matrices]
+    return Muon(groups, share_work, config.precision, **adamw_options(config))
+
+
+OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}  # the choices of --optimizer
+
+
+def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
+    """Return the parameters of the roles that have weight decay, and the vectors."""
+    params = {role: list(parameters.values()) for role, parameters in model.parameters_by_role().items()}
+    with_decay = [parameter for role in decayed for parameter in params[role]]
+    return [
+        {"params": with_decay, "lr_ratio": 1.0},
+        {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0},
+    ]
+
+
+def adamw_options(config: TrainConfig) -> dict[str, Any]:
+    return {
         "lr": config.max_lr,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_eps,
         "weight_decay": config.weight_decay,
         "fused": True,
     }
-    vectors = {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0}
-    if config.optimizer == "adamw":
-        with_decay = {"params": params["embedding"] + params["matrix"] + params["head"], "lr_ratio": 1.0}
-        return torch.optim.AdamW([with_decay, vectors], **options)
-    matrices = {
-        "params": params["matrix"],
-        "lr_ratio": config.muon_lr / config.max_lr,
-        "parts": [model.config.parts(name) for name in roles["matrix"]],
-        "momentum": config.muon_momentum,
-        "beta2": config.muon_beta2,
-    }
-    # Another batch size of matrices rounds differently.
-    share_work = Ranks(ranks.device) if config.deterministic else ranks
-    return Muon([{"params": tables, "lr_ratio": 1.0}, vectors, matrices], share_work, config.precision, **options)
 
 
 @cache

@@ -102,10 +102,9 @@ class Run:
 
 def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     """Build the model on the device of each rank; restore() sets its weights."""
-    fsdp = config.sharding == "fsdp"
-    with torch.device("meta") if fsdp else ranks.device:  # FSDP allocates only this rank's shards
+    with torch.device("meta") if config.is_fsdp else ranks.device:  # FSDP allocates only this rank's shards
         model = new_model(config, shape)
-    if fsdp:
+    if config.is_fsdp:
         parallel.shard(model, model.h, ranks, config.shards(ranks.world_size), config.precision)
     model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
     return model
@@ -140,7 +139,7 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
     forward: nn.Module = model.compiled() if config.compiles(device.type) else model
     gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
-    if ranks.world_size > 1 and config.sharding == "ddp" and not gradient_sum:
+    if ranks.world_size > 1 and not config.is_fsdp and not gradient_sum:
         forward = parallel.replicate(forward, ranks)
     identities = plan.starts[-1]["sources"]
     streams = {identities[shards.name][1]: stream for shards, stream, _ in data.sources}

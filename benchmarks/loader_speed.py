@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, random = Path(temporary), np.random.default_rng(0)
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
-        stream = RowStream([open_shard(folder / "train.bin")], T, 0, shuffle_shards=True, shuffle_rows=True)
+        stream = RowStream([open_shard(folder / "train.bin")], T, shuffle_shards=True, shuffle_rows=True)
         loader = BatchLoader(stream, [range(2**40)], B, device)
         mixed = BatchLoader(four_sources(open_shard(folder / "train.bin"), T), [range(2**40)], B, device)
         sides = {"SteadyGPT": loader.next, "SteadyGPT, 4 sources": mixed.next}

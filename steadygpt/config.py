@@ -20,13 +20,13 @@ from typing import Annotated
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
 from steadygpt.base.typed import typed
+from steadygpt.choices import ACTIVATIONS, NORMS, SCHEDULES
 from steadygpt.data.shards import parse_folders
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
-ACTIVATIONS = {"gelu_tanh": 1, "gelu": 1, "relu2": 1, "swiglu": 2}  # of model.py -> matrices of the MLP before it
 MAX_NAME = 200  # characters
 MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
@@ -57,7 +57,7 @@ class GPTConfig:
     intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or 8/3 with swiglu", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
     norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, also applied to "
-                       "the embedding, as in NanoChat", choices=("layernorm", "rmsnorm", "rmsnorm_no_weight"))
+                       "the embedding, as in NanoChat", choices=tuple(NORMS))
     norm_eps: float = _shape(1e-5, "epsilon of the norms, added to the variance", at_least=1e-20)
     qk_norm: bool = _shape(False, "apply RMSNorm to each head's queries and keys, as in Qwen 3 and NanoChat")
     activation: str = _shape("gelu_tanh", "activation of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and "
@@ -102,7 +102,7 @@ class GPTConfig:
 
     @property
     def mlp_size(self) -> int:
-        if ACTIVATIONS[self.activation] > 1 and not self.intermediate_size:
+        if ACTIVATIONS[self.activation].matrices > 1 and not self.intermediate_size:
             return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
         return self.intermediate_size or 4 * self.embd_size
 
@@ -111,7 +111,7 @@ class GPTConfig:
         if "c_attn" in name:  # queries, keys and values
             return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
         if "c_fc" in name:  # with SwiGLU the gate's, then the other one's
-            return (self.mlp_size,) * ACTIVATIONS[self.activation]
+            return (self.mlp_size,) * ACTIVATIONS[self.activation].matrices
         return (self.embd_size,)
 
 
@@ -156,7 +156,7 @@ class TrainConfig(GPTConfig):
     max_lr: float = _recipe(1e-3, "peak learning rate, after the warm-up")
     min_lr: float = _recipe(1e-4, "learning rate at the end of the decay")
     schedule: str = _recipe("cosine", "learning rate after the warm-up: cosine; wsd: stable, then a linear cool-down; "
-                            "constant", choices=("cosine", "wsd", "constant"))
+                            "constant", choices=tuple(SCHEDULES))
     cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
     warmup_steps: int = _recipe(715, "steps of linear warm-up; capped at a tenth of the run unless set by flag")
     muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
@@ -235,7 +235,6 @@ class TrainConfig(GPTConfig):
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
-        is_fsdp = self.sharding == "fsdp"
         evaluates = self.eval_freq or self.hellaswag_freq or self.core_freq or self.sample_freq
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
@@ -250,9 +249,9 @@ class TrainConfig(GPTConfig):
                 "--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1",
             ),
             (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
-            (self.shard_size and not is_fsdp, "--shard_size needs --sharding fsdp"),
+            (self.shard_size and not self.is_fsdp, "--shard_size needs --sharding fsdp"),
             # FSDP sums gradients in an order of its own.
-            (self.deterministic and is_fsdp, "--deterministic needs --sharding ddp"),
+            (self.deterministic and self.is_fsdp, "--deterministic needs --sharding ddp"),
         ):
             if is_wrong:
                 raise UserError(problem)
@@ -287,18 +286,22 @@ class TrainConfig(GPTConfig):
         return GPTConfig(**fields | {"vocab_size": vocab_size})
 
     def compiles(self, device_type: str) -> bool:
-        return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
+        return {"auto": device_type == "cuda", "on": True, "off": False}[self.compile]
+
+    @property
+    def is_fsdp(self) -> bool:
+        return {"ddp": False, "fsdp": True}[self.sharding]
 
     def repeats_bits(self, device_type: str, world_size: int) -> bool:
         """Return whether a start on as many processes computes the same bits again.
 
         In its first step, DDP sums gradients in other buckets than later, and the sum of three numbers has an order.
         """
-        return self.deterministic or (device_type == "cpu" and (world_size <= 2 or self.sharding == "fsdp"))
+        return self.deterministic or (device_type == "cpu" and (world_size <= 2 or self.is_fsdp))
 
     def shards(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the weights and the optimizer state."""
-        if self.sharding != "fsdp":
+        if not self.is_fsdp:
             return 1
         if self.shard_size and world_size % self.shard_size:
             raise UserError(f"--shard_size {self.shard_size} is not a divisor of the number of processes, {world_size}")

@@ -70,7 +70,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("optim.py", "x.size(1)  # (N, columns)", "x.size(2)  # (N, columns)", "test_optim"),
     ("steadygpt/run/schedule.py", "config.max_lr * (step + 1) / config.warmup_steps",
      "config.max_lr * step / config.warmup_steps", "run/test_schedule"),
-    ("steadygpt/run/schedule.py", "0.5 * (1 + math.cos", "0.5 * (1 - math.cos", "run/test_schedule"),
+    ("steadygpt/choices.py", "0.5 * (1 + math.cos", "0.5 * (1 - math.cos", "run/test_schedule"),
     ("steadygpt/run/schedule.py", "and step == self.decay_start",
      "and step == self.decay_start + 1", "run/test_schedule test_resume"),
     ("steadygpt/run/schedule.py", "step % freq == 0", "step % freq == 1", "run/test_schedule test_train"),

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, metrics, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 import generate
 import hellaswag_eval
-import model
 import prepare_dataset
 from model import GPT
+from optim import OPTIMIZERS
 from steadygpt.base.options import ELSEWHERE, UserError
 from steadygpt.config import FIELDS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
@@ -190,8 +190,21 @@ def test_rows_split_a_step_evenly_or_the_suggested_sizes_do(ranks, rows, context
         dataclasses.replace(config, total_batch_size=offered).with_even_rows(ranks)
 
 
-def test_the_names_of_activations_are_those_that_are_implemented():
-    assert tuple(model.ACTIVATIONS) == FIELDS["activation"].metadata["choices"]
+OF_STEPS = ("activation", "norm", "optimizer", "schedule", "sharding", "precision", "compile")
+
+
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_a_choice_that_is_only_half_added_trains_nothing(workdir, monkeypatch, name):
+    """Everything that a step depends on: what is not implemented ends the command, instead of training otherwise."""
+    metadata = FIELDS[name].metadata
+    monkeypatch.setattr(FIELDS[name], "metadata", {**metadata, "choices": (*metadata["choices"], "new")})
+    with pytest.raises((KeyError, ValueError), match="new"):
+        run_here(f"--{name}", "new")
+    assert not Path("checkpoints/metrics.jsonl").exists() or not metrics("checkpoints", "loss")
+
+
+def test_each_optimizer_has_its_function():
+    assert tuple(OPTIMIZERS) == FIELDS["optimizer"].metadata["choices"]
 
 
 def test_the_rows_of_a_huge_step_are_found_at_once():

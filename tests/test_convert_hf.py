@@ -380,7 +380,8 @@ def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    rows, losses = RowStream(ShardSet.find("", "data", "train").shards, 16, 1337, True, True), []
+    shards, losses = ShardSet.find("", "data", "train").shards, []
+    rows = RowStream(shards, 16, seed=1337, shuffle_shards=True, shuffle_rows=True)
     for step in range(10):
         batch = torch.from_numpy(rows.read(4 * step, 4))
         loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())

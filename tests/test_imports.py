@@ -20,7 +20,7 @@ FILES = {path.stem: path for path in COMMANDS} | {
 # From the ground up; model.py, optim.py and dataloader.py are the room "model", the other files at the root "commands".
 FLOORS = [
     "base",
-    "machine network",
+    "machine network choices",
     "data",
     "config prepare",
     "log",

@@ -316,6 +316,9 @@ def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys
     assert run_here(*MODERN, "--schedule", "cosine", "--checkpoint_freq", "6", *A) == 0
     assert "a/stable.pt: no such checkpoint" in refused("--resume", "stable")
     capsys.readouterr()
+    shorter = ("--resume", "a/rolling_step_000006.pt", "--max_steps", "7", "--dry_run")
+    assert run_here(*shorter, *A) == 0
+    assert re.search(r"^lr           falls from \S+ to \S+ at once$", capsys.readouterr().out, re.MULTILINE)
     later = ("--resume", "a/rolling_step_000006.pt", "--schedule", "wsd", "--allow_changes", "--dry_run")
     assert run_here(*later, *A) == 0  # wsd's stable part would have ended before step 6
     said = capsys.readouterr().out

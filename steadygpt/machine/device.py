@@ -31,7 +31,7 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12, "Tesla T4": 65e12,
     "NVIDIA GB10": 125e12,  # a quarter of its fp4
 }  # fmt: skip
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # dtype of products by precision
+AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype of products by precision
 
 
 def choose_device(name: str) -> torch.device:

@@ -86,11 +86,21 @@ def find_data(
         raise
     val_sets = find_val_sets(config, found, first_set, known) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved, of_weights)
-    seed, shuffled = config.seed, (config.shuffle_shards, config.shuffle_rows)
     found = [s.for_vocab(vocab_size) for s in found]
     val_sets = [s.for_vocab(vocab_size) for s in val_sets]
-    sources = tuple(DataSet(s, RowStream(s.shards, T, seed, *shuffled), places[s.name][1]) for s in found)
+    sources = tuple(DataSet(s, training_rows(s, config), places[s.name][1]) for s in found)
     return Data(sources, tuple(DataSet(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
+
+
+def training_rows(shards: ShardSet, config: TrainConfig) -> RowStream:
+    """Return the rows of a source in the order of a run."""
+    return RowStream(
+        shards.shards,
+        config.context_length,
+        seed=config.seed,
+        shuffle_shards=config.shuffle_shards,
+        shuffle_rows=config.shuffle_rows,
+    )
 
 
 def recorded_sources(
@@ -115,9 +125,7 @@ def recorded_sources(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{identity[:12]}...; copy those back"
             )
-        shuffled = config.shuffle_shards, config.shuffle_rows
-        rows = RowStream(shards.shards, config.context_length, config.seed, *shuffled)
-        sources.append(DataSet(shards, rows))
+        sources.append(DataSet(shards, training_rows(shards, config)))
     return tuple(sources)
 
 

@@ -95,7 +95,7 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
     for layers in (2, 3):
         with FakeTensorMode(), cpu, kernels():
             model = new_model(config, replace(shape, num_layers=layers))
-            if config.sharding == "fsdp" and config.precision == "bf16":  # which gathers the blocks in bf16
+            if config.is_fsdp and config.precision == "bf16":  # which gathers the blocks in bf16
                 for parameter in model.h.parameters():
                     parameter.data = parameter.bfloat16()
             known: list[Tensor] = []
@@ -138,7 +138,7 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
     if config.deterministic:  # of subtrees; and what the processes exchange
         subtrees = max(1, config.virtual_ranks() // world_size).bit_length() - 1
         memory[SUMS] = 4 * N * (subtrees + (world_size > 1))
-    if config.sharding == "fsdp":  # root parameters stay gathered; two blocks at a time (current, prefetched)
+    if config.is_fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
         each = 2 if config.precision == "bf16" else 4
         memory["gathered weights"] = 4 * (N - in_blocks) + each * 2 * in_blocks / config.num_layers
         if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards
@@ -165,7 +165,7 @@ def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
         savers.append("--activation_checkpointing")
     if not config.loss_chunk_size:
         savers.append(f"--loss_chunk_size {min(2048, config.context_length // 2)}")
-    if config.sharding == "ddp" and not config.deterministic:
+    if not config.is_fsdp and not config.deterministic:
         savers.append("--sharding fsdp")
     return (
         f"{counted(config.mini_batch_size, 'row')} of {config.context_length:,} tokens: about {needed} (estimated); "

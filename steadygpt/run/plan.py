@@ -122,10 +122,10 @@ class Plan:
         config = self.config
         ranks = self.ranks
         text = f"{ranks.world_size} x {device_name(ranks.device)}, {config.precision}"
-        if ranks.world_size > 1 or config.sharding == "fsdp":
+        if ranks.world_size > 1 or config.is_fsdp:
             text += f", {config.sharding}"
         shape = (1, config.num_heads, config.context_length, self.sketch.config.head_size)
-        dtype = AUTOCAST.get(config.precision, torch.float32)
+        dtype = AUTOCAST[config.precision]
         kernel = kernel_name(shape, dtype, ranks.device, config.dropout)
         if kernel:
             text += f", attention by {kernel}"
@@ -198,7 +198,7 @@ class Plan:
         size = checkpoint_bytes(self.sketch, config.optimizer)
         # latest.pt, its backup, the best one, and the one that is being written.
         files = config.keep_checkpoints + 4
-        if config.schedule == "wsd":
+        if self.schedule.decay.cools_down:
             files += 1
         if config.mirror:  # one stays until it is uploaded
             files += 1

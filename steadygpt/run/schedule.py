@@ -8,7 +8,8 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
+from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, trained_with
+from steadygpt.choices import SCHEDULES, Decay
 from steadygpt.config import TrainConfig
 from steadygpt.run.history import History
 
@@ -20,25 +21,26 @@ class Schedule:
     config: TrainConfig  # settled: max_steps and warmup_steps are those of the run
     rows_per_epoch: int = 0  # of the data, or of --steps_per_epoch; 0: not prepared yet, or a mixture
 
+    @property
+    def decay(self) -> Decay:
+        return SCHEDULES[self.config.schedule]
+
     @cached_property
     def decay_start(self) -> int:
         """The step from which the learning rate falls."""
-        config = self.config
-        steps = config.max_steps
-        start = {"cosine": 0, "wsd": steps - round(config.cooldown * steps), "constant": steps}[config.schedule]
-        return max(config.warmup_steps, start)
+        steps = self.config.max_steps
+        part = self.config.cooldown if self.decay.cools_down else self.decay.part
+        return max(self.config.warmup_steps, steps - round(part * steps))
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says.
-
-        cosine: along half a cosine (Loshchilov and Hutter 2017). wsd: stable, then along a line (Hu et al. 2024).
-        """
-        config, start = self.config, self.decay_start
+        """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says."""
+        config = self.config
         if step < config.warmup_steps:
             return config.max_lr * (step + 1) / config.warmup_steps
+        start = self.decay_start
         progress = min(1.0, max(0, step - start) / max(1, config.max_steps - start))
-        share = 1 - progress if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
-        return config.min_lr + share * (config.max_lr - config.min_lr)
+        left = self.decay.left(progress)
+        return config.min_lr + left * (config.max_lr - config.min_lr)
 
     def epochs(self, rows: int) -> float:
         """Convert consumed rows to epochs; 0 if their length is not known."""
@@ -53,25 +55,26 @@ class Schedule:
         epoch = int(self.epochs(rows))
         if step and epoch > int(self.epochs(rows - self.config.rows_per_step)):
             names.append(EPOCH.format(epoch))
-        if self.config.schedule == "wsd" and step == self.decay_start:
+        if self.decay.cools_down and step == self.decay_start:
             names.append(STABLE)
         return names
 
     def notes(self, checkpoint: Mapping[str, Any] | None) -> list[str]:
-        """Return lines for the plan: where the cool-down begins, and how a resume raises the learning rate."""
+        """Return lines for the plan: where the cool-down begins, and how a resume changes the learning rate."""
         notes = []
         step = checkpoint["step"] if checkpoint else 0
-        if self.config.schedule == "wsd" and self.decay_start > step:
+        if self.decay.cools_down and self.decay_start > step:
             text = f"starts at step {self.decay_start:,}; {STABLE} is saved just before"
             notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
         if checkpoint and step >= max(1, self.config.warmup_steps):
-            before = checkpoint["lr"]
+            planned = Schedule(trained_with(checkpoint["starts"][-1]))
+            before = planned.learning_rate(step)
             now = self.learning_rate(step)
-            advice = ""
-            if checkpoint["starts"][-1]["options"]["schedule"] == "wsd":
-                advice = "; --resume stable continues from before the decay"
             if now > 1.1 * before:
+                advice = "; --resume stable continues from before the decay" if planned.decay.cools_down else ""
                 notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
+            elif now < 0.9 * before:
+                notes.append(labelled("lr", f"falls from {before:.2e} to {now:.2e} at once"))
         return notes
 
 
@@ -94,7 +97,7 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
         found = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
         raise UserError(f"{found}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
-    if config.resume == "stable" and config.schedule == "wsd" and config.cooldown < 1:
+    if config.resume == "stable" and Schedule(config).decay.cools_down and config.cooldown < 1:
         start = Schedule(config).decay_start
         if step > start:
             found = (
