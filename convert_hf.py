@@ -24,6 +24,7 @@ from torch import Tensor
 
 from model import GPTConfig
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
+from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.text import printable
@@ -126,7 +127,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
         # As readable as the others: safetensors lets only the owner read it.
         shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         for file in temporary.iterdir():
-            with open(file, "rb") as written:
+            with open_to_read(file) as written:
                 fsync(written.fileno())
         temporary.rename(folder)
         fsync_folder(folder.absolute().parent)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from steadygpt.base.durable import lock_folder, no_link
+from steadygpt.base.durable import lock_folder
+from steadygpt.base.opening import open_to_write
 from steadygpt.base.options import REFUSED, UserError, run_cli
 from steadygpt.base.progress import say
 from steadygpt.config import parse_args
@@ -70,7 +71,7 @@ def run_agent(command: Sequence[str], trace: Path) -> None:
 
     trace.parent.mkdir(parents=True, exist_ok=True)
     sys.argv = [*command]
-    with open(trace, "a", opener=no_link) as file:
+    with open_to_write(trace, "a") as file:
         for name in ("torch", "torch.distributed"):
             logging.getLogger(name).handlers = [logging.StreamHandler(file)]
         try:

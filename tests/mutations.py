@@ -106,7 +106,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "pass  # left", "base/test_durable"),
     ("steadygpt/base/durable.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
      "fcntl.LOCK_SH | fcntl.LOCK_NB", "base/test_durable test_refused"),
-    ("steadygpt/base/durable.py", "flags | os.O_NOFOLLOW", "flags", "base/test_durable"),
+    ("steadygpt/base/opening.py", "flags | os.O_NOFOLLOW", "flags", "base/test_opening"),
     ("steadygpt/checkpoint/files.py", "if bad := archive.testzip():",
      "if bad := None:", "checkpoint/test_files faults/test_damage"),
     ("steadygpt/checkpoint/files.py", "mmap=True, weights_only=True",

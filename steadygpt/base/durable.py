@@ -9,12 +9,12 @@ import os
 import re
 import shutil
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from steadygpt.base.opening import open_to_read, open_to_write, through_no_link
 from steadygpt.base.options import UserError
 
 
@@ -45,7 +45,7 @@ def write_temporary(
     temporary.unlink(missing_ok=True)  # left by a killed process; or a link, whose target would be overwritten
     try:
         # Given a path instead of a file, torch.save would report a full disk as a RuntimeError without errno.
-        with open(temporary, "xb") if cached else UncachedFile(temporary) as file:
+        with open_to_write(temporary, "xb") if cached else UncachedFile(temporary) as file:
             write(file)
             file.flush()
             if durable:
@@ -66,7 +66,7 @@ class UncachedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        super().__init__(str(path), "wb", opener=no_link)  # str, because errors show repr(path)
+        super().__init__(str(path), "wb", opener=through_no_link)  # str, because errors show repr(path)
         self.buffer = mmap.mmap(-1, buffer_size)  # O_DIRECT requires whole pages at page boundaries
         self._set_direct(True)
 
@@ -114,37 +114,31 @@ def link_file(source: Path, target: Path) -> None:
         os.link(source.resolve(), temporary)  # not the symbolic link that the user may have put there
     except OSError:
         shutil.copy2(source, temporary)
-        with open(temporary, "rb") as file:
+        with open_to_read(temporary) as file:
             fsync(file.fileno())
     os.replace(temporary, target)
     temporary.unlink(missing_ok=True)  # still there if both names were already one file: rename() then does nothing
 
 
-def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file from the last to the first, each with its offset; memory is bounded by a block."""
-    at = end = file.seek(0, os.SEEK_END)
+def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[bytes]:
+    """Yield the lines of a file from the last to the first, those longer than a block perhaps in part.
+
+    Memory is bounded by two blocks.
+    """
+    at = file.seek(0, os.SEEK_END)
     first = b""  # line of the block after this one, which may begin here
     while at:
         size = min(at, block_bytes)
         at = file.seek(at - size)
-        first, *lines = io.BytesIO(file.read(size) + first).readlines()
-        for line in reversed(lines):
-            end -= len(line)
-            yield end, line
+        first, *lines = io.BytesIO(file.read(size) + first[:block_bytes]).readlines()
+        yield from reversed(lines)
     if first:
-        yield 0, first
-
-
-def check_regular(path: Path) -> None:
-    """Refuse what is there in place of a file, such as a pipe, whose reader would wait forever."""
-    with suppress(FileNotFoundError):
-        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
-            raise UserError(f"{path}: a pipe or a device; expected a file. Remove it, or give another path")
+        yield first
 
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -166,17 +160,11 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def no_link(path: str, flags: int) -> int:
-    """Open a file as open() does, but through no link, whose target would be overwritten: an `opener`."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 def lock_folder(folder: Path, advice: str) -> IO[str]:
     """Lock `folder` against other processes until this process ends or the returned file is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        check_regular(folder / ".lock")
-        file = open(folder / ".lock", "a+", opener=no_link)  # noqa: SIM115 (closing it releases the lock)
+        file = open_to_write(folder / ".lock", "a+")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.seek(0)
         if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(300)):

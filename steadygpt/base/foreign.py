@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from steadygpt.base.opening import open_to_read
+
 ADAPTER = "adapter_config.json"  # makes a folder one of an adapter, whatever is beside it
 BEGINNING = 4096  # bytes of a file that are looked at
 
@@ -102,7 +104,7 @@ def what_it_is(path: Path) -> str:
     for file in names:
         beginning = b""
         if file.is_file():
-            with open(file, "rb") as opened:
+            with open_to_read(file) as opened:
                 beginning = opened.read(BEGINNING)
         for kind in KINDS:
             is_named = bool(kind.name) and re.fullmatch(kind.name, file.name)

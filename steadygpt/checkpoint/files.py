@@ -27,8 +27,8 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from steadygpt.base.durable import check_regular
 from steadygpt.base.foreign import what_it_holds, what_it_is
+from steadygpt.base.opening import open_to_read, regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.typed import Count, Loss, typed
@@ -327,15 +327,14 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
 
     With only_plain, tensors are neither read nor verified.
     """
-    check_regular(path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
             if only_plain:
                 [plain] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
                 return _Plain(io.BytesIO(archive.read(plain))).load()
             if bad := archive.testzip():  # torch.load does not verify the checksums
                 raise zipfile.BadZipFile(f"checksum of record {bad}")
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(regular(path), map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact

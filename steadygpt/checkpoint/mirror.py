@@ -21,7 +21,8 @@ from operator import eq, methodcaller
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from steadygpt.base.durable import fsync, no_link, replace_file
+from steadygpt.base.durable import fsync, replace_file
+from steadygpt.base.opening import open_to_write, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
@@ -136,7 +137,7 @@ class Mirror:
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
             raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
-        with open(downloaded, "ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+        with open_to_write(downloaded, "ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             fcntl.flock(target, fcntl.LOCK_EX)  # another command may restore it too
             bar.update(target.seek(0, os.SEEK_END))
             for block in file.read(target.tell(), entry.size):
@@ -190,7 +191,7 @@ class Mirror:
         for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
             stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                own = content = (folder / name).read_bytes()  # taken once: the file may grow
+                own = content = read_file(folder / name)  # taken once: the file may grow
                 if self.has_other_logs and name in LOGS:
                     with suppress(FileNotFoundError):
                         there = self.read(name)
@@ -214,7 +215,7 @@ def restore_files(mirror: Mirror, folder: Path) -> None:
     for name in filter(FILES.fullmatch, mirror.sizes()):
         target = folder / name
         if name in LOGS and target.exists():
-            with open(target, "r+b", opener=no_link) as log:
+            with open_to_write(target, "r+b") as log:
                 log.write(missing_lines(log.read(), mirror.read(name)))
         elif name == EVALUATIONS or not target.exists():  # a file of events belongs to one start
             content = mirror.read(name)

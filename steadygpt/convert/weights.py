@@ -16,6 +16,7 @@ from torch import Tensor
 from model import GPT, GPTConfig
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.foreign import ADAPTER, what_it_is
+from steadygpt.base.opening import open_to_read, read_file, regular
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
@@ -235,9 +236,9 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             kind = next(others, "other formats are refused, because loading them can run code")
             raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {kind}")
         try:
-            with open(file, "rb") as opened:
+            with open_to_read(file) as opened:
                 check_pulled(file, opened.peek(1))
-            weights |= _own_names(safetensors.torch.load_file(file))
+            weights |= _own_names(safetensors.torch.load_file(regular(file)))
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]
@@ -380,12 +381,11 @@ def kept_files(folder: Path, stored: dict) -> str:
     files = {}
     for name in hub.KEPT_FILES:
         path = folder / name
-        with suppress(OSError, ValueError, RecursionError):  # broken ones are left out
-            if path.stat().st_size < LARGEST_KEPT:
-                text = path.read_bytes().decode()
-                if path.suffix == ".json":
-                    json.loads(text)
-                files[name] = text
+        with suppress(OSError, UserError, ValueError, RecursionError):  # broken or large ones are left out
+            text = read_file(path, LARGEST_KEPT).decode()
+            if path.suffix == ".json":
+                json.loads(text)
+            files[name] = text
     return json.dumps({"ids": ids, "files": files})
 
 

@@ -16,8 +16,9 @@ from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 import numpy as np
 
 from steadygpt.base.disk import check_pulled, most_open_files
-from steadygpt.base.durable import check_regular, sha256_of
+from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
+from steadygpt.base.opening import open_to_read, regular
 from steadygpt.base.options import OptionError, UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, read_json, typed
@@ -70,7 +71,7 @@ class Shard:
         """Map the ids into memory, (num_tokens,)."""
         if not self.num_tokens:
             return np.empty(0, self.dtype)  # mmap refuses an empty range
-        mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
+        mapped = np.memmap(regular(self.path), self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
         return mapped.view(np.ndarray)  # because slicing a memmap costs more than copying a row
 
 
@@ -128,9 +129,8 @@ def npy_header(dtype: np.dtype, num_tokens: int) -> bytes:
 
 def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file."""
-    check_regular(path)
     try:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             check_pulled(path, file.peek(1))
             size = os.fstat(file.fileno()).st_size
             header, offset = read_header(file, path.suffix), file.tell()
@@ -241,7 +241,7 @@ class ShardSet:
         """Return this set with the width that the vocabulary implies where no header says it."""
 
         def sized(shard: Shard) -> Shard:
-            with open(shard.path, "rb") as file:
+            with open_to_read(shard.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 dtype = headerless_dtype(file, size, vocab_size)
             return replace(shard, dtype=dtype, num_tokens=size // dtype.itemsize)

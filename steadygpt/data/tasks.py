@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import yaml
 
+from steadygpt.base.opening import read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.network.hub import read_split
@@ -164,6 +165,6 @@ def _lines(path: Path) -> list[tuple[int, Any]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_file(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); expected such a file, see docs/evaluation.md") from error

@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from steadygpt.base.durable import check_regular, fsync, lines_from_end, no_link, replace_file
+from steadygpt.base.durable import fsync, lines_from_end, replace_file
+from steadygpt.base.opening import open_to_read, open_to_write, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
+LARGEST_LOG = 2**34  # bytes of a metrics.jsonl that is read: a hundred million steps
 LOGS = (LOG, METRICS)  # which a run only appends to
 LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
@@ -53,12 +55,11 @@ class LineFile:
     """A file that lines are appended to."""
 
     def __init__(self, path: Path):
-        check_regular(path)
         # In a copy that is made of hard links, the original keeps its own file.
         if path.exists() and path.stat().st_nlink > 1:
-            content = path.read_bytes()
+            content = read_file(path)
             replace_file(path, lambda file: file.write(content))
-        self.file = open(path, "a+b", opener=no_link)  # noqa: SIM115 (open as long as the run)
+        self.file = open_to_write(path, "a+b")
         if end := self.file.seek(0, os.SEEK_END):
             self.file.seek(end - 1)
             if self.file.read() != b"\n":  # a line that a power cut or a full disk has broken
@@ -94,11 +95,10 @@ def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[t
     The file is read from its end as far as segments are asked for. Broken lines are skipped, and records before
     `first_step` or without `key`.
     """
-    check_regular(path)
     records: list[Record] = []
     end: float = math.inf  # where later starts begin
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        for _, line in lines_from_end(file):
+    with suppress(FileNotFoundError), open_to_read(path, LARGEST_LOG) as file:
+        for line in lines_from_end(file):
             if not (match := LINE.match(line)):
                 continue
             with suppress(UserError):

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from steadygpt.base.durable import no_link, replace_file
+from steadygpt.base.durable import replace_file
+from steadygpt.base.opening import open_to_write
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import duration_text, labelled, printable
@@ -185,7 +186,7 @@ class RunLog:
             try:
                 replace_file(path, lambda file: file.write(content), durable)
             except OSError:  # a full disk has no room for a second file
-                with open(path, "r+b", opener=no_link) as file:
+                with open_to_write(path, "r+b") as file:
                     file.write(content)
                     file.truncate()
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import read_json
@@ -160,7 +161,7 @@ class Curves:
 
     def read(self) -> None:
         """Read what was written since the last call."""
-        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+        with suppress(FileNotFoundError, UserError), open_to_read(self.path) as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self.inode or stat.st_size < self.size:  # another run is in this folder now
                 self.forget(stat.st_ino)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service
 
@@ -51,7 +52,7 @@ class RemoteFile:
     def open(self) -> BinaryIO:
         """Open the file, in the Hub's cache if it is there."""
         if self.cached and self.cached.exists():
-            return open(self.cached, "rb")
+            return open_to_read(self.cached)
         from fsspec.spec import AbstractBufferedFile
 
         class InPlace(AbstractBufferedFile):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from steadygpt.base.disk import check_pulled
+from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import counted
@@ -74,7 +75,7 @@ class Source:
 
     def open(self, file: int) -> BinaryIO:
         """Open a file; peeking into it and seeking work, and it has a `name`."""
-        opened = self.remote[file].open() if self.remote else open(self.paths[file], "rb")  # noqa: SIM115
+        opened = self.remote[file].open() if self.remote else open_to_read(self.paths[file])
         if self.sizes[file] < 1000:  # peeking into a large remote file would request more of it
             check_pulled(self.names[file], opened.peek(1))  # type: ignore[attr-defined]
         return opened

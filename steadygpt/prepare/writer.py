@@ -12,7 +12,8 @@ from typing import IO
 
 import numpy as np
 
-from steadygpt.base.durable import fsync, no_link, sha256_of
+from steadygpt.base.durable import fsync, sha256_of
+from steadygpt.base.opening import open_to_write
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.data.shards import MANIFEST, ShardEntry, npy_header
@@ -66,7 +67,7 @@ class Shards:
         shard = self._path(split)
         if shard.exists():  # renamed by a start that was killed before it could save the manifest
             shard.rename(path)
-        file = open(path, "r+b" if path.exists() else "x+b", opener=no_link)  # noqa: SIM115 (closed with the shard)
+        file = open_to_write(path, "r+b" if path.exists() else "x+b")
         if self.begun[split] and file.seek(0, os.SEEK_END) < self._size(split):
             raise UserError(f"{path}: missing or damaged; {MANIFEST} lists it. Empty {self.out} and prepare it again")
         file.truncate(self._size(split))

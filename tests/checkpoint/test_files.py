@@ -1,7 +1,6 @@
 """The table of a checkpoint folder, from the heads of its files or verified; averages of checkpoints."""
 
 import errno
-import io
 import json
 import os
 import pickle
@@ -257,7 +256,7 @@ def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier
 def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, monkeypatch, number, end):
     write_checkpoint(tmp_path, 30, "latest.pt")
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    monkeypatch.setattr(io, "open", io.open)  # so that it is restored
+    monkeypatch.setattr(files, "open_to_read", files.open_to_read)  # so that it is restored
     fail_reads("latest.pt", number, end, rank=0)
     advice = "fix the disk or the permissions, or give an older file"
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):

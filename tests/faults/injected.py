@@ -21,6 +21,7 @@ import hellaswag_eval as scores
 import train
 from steadygpt.base.durable import UncachedFile
 from steadygpt.base.options import UserError
+from steadygpt.checkpoint import files
 from steadygpt.data import tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,13 +263,12 @@ def fail_reads(name: str, number: int, end: bool, rank: int) -> None:
             buffer[: len(data)] = data
             return len(data)
 
-    real = io.open
+    real = files.open_to_read
 
-    def opened(file, *args, **options):
-        is_failing = isinstance(file, str | Path) and Path(file).name == name
-        return io.BufferedReader(FailingFile(file)) if is_failing else real(file, *args, **options)
+    def opened(path: Path):
+        return io.BufferedReader(FailingFile(path)) if path.name == name else real(path)
 
-    io.open = opened  # by which zipfile opens files
+    files.open_to_read = opened
 
 
 def no_tokenizer(which_rank: int, rank: int) -> None:
