@@ -143,6 +143,10 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
     Returns: the rows to read from; those of the step; the source and the file of each shard.
     """
     starts = checkpoint["starts"]
+    if not starts:
+        raise UserError(f"{path}: converted weights; expected a checkpoint of a run, which has taken the step")
+    if step < starts[0]["step"]:
+        raise UserError(f"--step is {step:,}; expected {starts[0]['step']:,} or more, the first one of {path}")
     number = max(n for n, start in enumerate(starts) if start["step"] <= step)
     start, is_last, config = starts[number], number + 1 == len(starts), trained_with(starts[number])
     streams, files = {}, dict[Shard, str]()

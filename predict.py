@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -23,12 +23,12 @@ from model import new_model
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
-from steadygpt.base.typed import read_json
+from steadygpt.base.typed import read_json, typed
 from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, of_run
 from steadygpt.checkpoint.files import Start, checkpoint_files, open_checkpoint, trained_with
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
-from steadygpt.run.expected import Prediction, compared
+from steadygpt.run.expected import LOSSES, Prediction, compared
 from steadygpt.run.starts import difference
 
 INTERVAL = 0.15  # 18 of 20 recorded runs ended this close to their prediction (benchmarks/RESULTS.md)
@@ -103,8 +103,10 @@ def read_run(folder: Path) -> FinishedRun:
     losses = {}
     for step, scores in of_run(evaluations, checkpoint["starts"]).items():
         loss = scores.get("val_loss")
-        if loss:
-            losses[step] = loss
+        if loss is not None:
+            losses[step] = typed(
+                loss, Annotated[float, *LOSSES], f"{file}: val_loss of step {step:,}", "restore the file"
+            )
     if last_step not in losses:
         raise UserError(f"{file}: no validation at step {last_step:,}, the last one; train the run with --eval_freq")
     return FinishedRun(folder, config, start["options"], settings[-1], losses)

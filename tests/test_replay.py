@@ -61,7 +61,9 @@ def replayed(workdir, capsys):
 
 def equal(origin: int, last: int, count: int | None = None) -> tuple[int, list[str]]:
     """Return status and lines of a replay from the rolling checkpoint of a step."""
-    steps = counted(last - origin + 1 if count is None else count, "step")
+    steps = counted(last - origin + 1, "step")
+    if count:
+        steps += f", {count} of them recorded"
     same = "bit for bit the same losses, gradient norms and learning rates"
     return 0, [
         f"replayed from checkpoints/rolling_step_{origin:06d}.pt: {AS_RECORDED}",

@@ -16,21 +16,22 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from steadygpt.base.foreign import what_it_holds, what_it_is
-from steadygpt.base.opening import open_to_read, regular
+from steadygpt.base.opening import LARGEST, open_to_read, regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
+from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.checkpoint.evaluations import StartId, origin
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
@@ -44,6 +45,7 @@ NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest an
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
+MOST_PARTS = 2**12  # of a tuple
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
@@ -96,7 +98,7 @@ class Weights(TypedDict):
     epoch: Loss
     starts: list[Start]  # of the run, this one last
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
-    saved_at: Annotated[float, 0, 2**33]  # seconds since 1970
+    saved_at: Annotated[float, 0, 2**41]  # seconds since 1970
     digests: dict[str, int]  # of the weights and the optimizer's state on the device that trained them
 
 
@@ -159,7 +161,7 @@ def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapp
 class Head:
     """What puts checkpoints in order, and what tables and mirrors show of them."""
 
-    saved_at: Annotated[float, 0, 2**32]  # less than Weights allow, so that there is room for later ones
+    saved_at: Annotated[float, 0, 2**40]  # less than Weights allow, so that there is room for later ones
     step: Count
     origin: str = ""  # the id of the start that took the step, see evaluations.origin()
     epoch: Loss | None = None
@@ -291,6 +293,29 @@ class Unreadable(UserError):
     """A file cannot be read at this moment; it may be intact."""
 
 
+class _Parts(tuple):
+    """A tuple of a pickle, and how many parts it stands for: those of a tuple that it holds twice count twice."""
+
+    size = 1
+
+
+def _bounded(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a step of an unpickler that makes a tuple, with a limit to its parts.
+
+    A key is hashed part by part, and a thousand bytes can stand for a tuple of 2**60 parts.
+    """
+
+    def load_tuple(self: Any) -> None:
+        load(self)
+        parts = _Parts(self.stack[-1])
+        parts.size = sum(getattr(part, "size", 1) for part in parts)
+        if parts.size > MOST_PARTS:
+            raise ValueError(f"a tuple of {parts.size:,} parts")
+        self.stack[-1] = parts
+
+    return load_tuple
+
+
 class _Plain(pickle._Unpickler):
     """Puts an empty dictionary in the place of each tensor, and of all else that would run code of the file.
 
@@ -301,6 +326,10 @@ class _Plain(pickle._Unpickler):
         return type("StandIn", (dict,), {"__init__": lambda *_: None})
 
     def persistent_load(self, storage: object) -> None: ...
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[code[0]] = _bounded(dispatch[code[0]])
 
 
 class Lineage(TypedDict):
@@ -329,9 +358,12 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
     """
     try:
         with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
+            [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            if archive.getinfo(name).file_size > LARGEST:
+                raise ValueError(f"{name} is larger than {bytes_text(LARGEST)}")
+            plain = _Plain(io.BytesIO(archive.read(name))).load()
             if only_plain:
-                [plain] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-                return _Plain(io.BytesIO(archive.read(plain))).load()
+                return plain
             if bad := archive.testzip():  # torch.load does not verify the checksums
                 raise zipfile.BadZipFile(f"checksum of record {bad}")
         return torch.load(regular(path), map_location="cpu", mmap=True, weights_only=True)

@@ -209,7 +209,7 @@ class CheckpointWriter:
             except UserError:  # it is damaged, or cannot be read at this moment
                 self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(files.aside(latest)).name}")
         # The run begins in a folder of its own, or goes back: a kill before the first save must keep this choice.
-        if not is_latest or order < max(self.orders.values()):
+        if not is_latest or order < max(self.orders.values(), default=order):
             self._write(checkpoint, [])
         if path:  # a fork has none yet
             self.evaluations = read_evaluations(self.folder)

@@ -99,7 +99,9 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
     try:
         content = yaml.safe_load(_read(path))
         baselines = {of.get("Eval Task"): of.get("Random baseline") for of in csv.DictReader(_read(about).splitlines())}
-    except (yaml.YAMLError, csv.Error, ValueError, RecursionError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # on arbitrary bytes PyYAML may raise anything
         found = " ".join(str(error).split())[:200]
         raise UserError(f"{path} or {about.name}: cannot be read ({found}); expected those of the bundle") from None
     listing: Listing = typed(content, Listing, path, "expected the core.yaml of the bundle")
@@ -166,5 +168,5 @@ def _lines(path: Path) -> list[tuple[int, Any]]:
 def _read(path: Path) -> str:
     try:
         return read_file(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a ValueError: not UTF-8, or a path with a NUL
         raise UserError(f"{path}: cannot be read ({error}); expected such a file, see docs/evaluation.md") from error

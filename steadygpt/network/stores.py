@@ -58,8 +58,8 @@ class Store:
 
         def ask() -> list[dict]:
             find = self.fs.glob if glob.has_magic(self.path) else self.fs.find
-            found = find(self.path, detail=True).values()
-            return [info if info.get("size") is not None else self.fs.info(info["name"]) for info in found]
+            found = find(self.path, detail=True).items()
+            return [info if info.get("size") is not None else self.fs.info(path) for path, info in found]
 
         files = []
         for info in self.service.persistently(self.url, ask):

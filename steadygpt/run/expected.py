@@ -15,6 +15,7 @@ from steadygpt.run.starts import difference
 COMPARED = [n for n, f in FIELDS.items() if f.metadata["group"] == "model" or f.metadata["on_resume"] == "ask"]
 COMPARED += ["vocab_size", "max_steps", "optimizer", "tokenizer"]
 BAND = 0.2  # a validation may differ this much from the predicted loss; benchmarks/RESULTS.md has the false alarms
+LOSSES = (1e-9, 1e9)  # the least and the largest that a prediction may have
 IN_A_ROW = 2  # validations outside the band before the warning
 ADVICE = "write it again with predict.py, or add --expect= to train without it"
 
@@ -28,7 +29,7 @@ class Prediction(NamedTuple):
     """The content of prediction.json."""
 
     options: dict[str, Any]  # see compared()
-    curve: list[tuple[Annotated[int, 1], Annotated[float, 1e-9]]]  # step, ascending, and validation loss
+    curve: list[tuple[Annotated[int, 1], Annotated[float, *LOSSES]]]  # step, ascending, and validation loss
 
 
 class Expected:
@@ -36,6 +37,7 @@ class Expected:
 
     def __init__(self, prediction: Prediction):
         steps, losses = zip(*prediction.curve, strict=True)
+        self.first_step = steps[0]
         self.log_steps = np.log(steps)  # (n,)
         self.log_losses = np.log(losses)  # (n,)
         self.outside = 0
@@ -64,7 +66,7 @@ class Expected:
 
         Before the first predicted step there is no band, {}. The warning comes once, until a validation is inside.
         """
-        if math.log(max(1, step)) < self.log_steps[0]:
+        if step < self.first_step:
             return {}, ""
         predicted = math.exp(np.interp(math.log(step), self.log_steps, self.log_losses))
         low = (1 - BAND) * predicted

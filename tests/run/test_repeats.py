@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shutil
 from functools import partial
@@ -15,7 +16,7 @@ from test_metrics import start_line, steps, write_lines
 
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.log.runlog import RunLog
-from steadygpt.run.repeats import Repeats, repeated_records
+from steadygpt.run.repeats import Comparison, Repeats, repeated_records
 
 RUN = ("--checkpoint_freq", "3", "--dropout", "0.1", "--max_lr", "1e-3", *folders("a"))  # 8 steps, saved at 3, 6 and 8
 FROM_3 = (*RUN, "--resume", "a/rolling_step_000003.pt")
@@ -88,7 +89,8 @@ def test_steps_after_a_change_are_not_compared_though_the_start_saved_nothing(ru
 def test_only_logged_steps_are_compared(workdir, capsys):
     assert run_here(*RUN, "--log_freq", "2") == 0  # the steps 0, 2, 4, 6 and the last one, 7
     capsys.readouterr()
-    assert "resumed at step 3: repeated 3 steps, bit for bit" in resumed(capsys, *FROM_3, "--log_freq", "3")
+    found = resumed(capsys, *FROM_3, "--log_freq", "3")
+    assert found.startswith("resumed at step 3: repeated 5 steps, 3 of them recorded, bit for bit")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,7 +152,8 @@ def reported(log: RunLog, before: list[float | None], now: list[float], is_exact
 def test_nan_equals_nan(log):
     assert "repeated 2 steps, bit for bit" in reported(log, [None, 2.0], [math.nan, 2.0], is_exact=True)
     assert reported(log, [2.0], [math.nan], is_exact=True).endswith("step 0 has loss null, but had 2.0 before")
-    assert "within 1 of those before" in reported(log, [2.0], [math.nan], is_exact=False)
+    assert "has loss null, but had 2.0 before, more than the 0.001" in reported(log, [2.0], [math.nan], is_exact=False)
+    assert "within" in reported(log, [2.0, None], [2.00001, math.inf], is_exact=False)
 
 
 def test_where_bits_are_not_promised_the_largest_difference_is_shown_without_a_warning(log, capsys):
@@ -160,6 +163,29 @@ def test_where_bits_are_not_promised_the_largest_difference_is_shown_without_a_w
         "(relative), as is usual without --deterministic"
     )
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_difference_that_training_does_not_make_is_a_warning_wherever_it_begins(log, capsys, seed):
+    """Losses that another data order, learning rate or checkpoint gives, from a random step on."""
+    rng = random.Random(seed)
+    before = [4 * 0.99**step for step in range(200)]
+    noise = [loss * (1 + rng.uniform(-1, 1) * 0.02 * min(1, (step / 50) ** 3)) for step, loss in enumerate(before)]
+    assert "as is usual without" in reported(log, before, noise, is_exact=False)
+    first = rng.randrange(200)
+    factor = rng.choice([0.5, 0.8, 1.2, 2.0, 10.0])
+    wrong = [loss * factor if step >= first else loss for step, loss in enumerate(noise)]
+    capsys.readouterr()
+    found = reported(log, before, wrong, is_exact=False)
+    assert f"repeated step {first} has loss" in found and "that are usual without --deterministic" in found
+    assert capsys.readouterr().err.startswith(f"warning: {found}; causes are in docs/checkpoints.md")
+
+
+def test_a_learning_rate_is_the_same_also_where_bits_are_not_promised():
+    comparison = Comparison(0, is_exact=False)
+    record = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3}
+    comparison.add(0, record, record | {"lr": 1.0001e-3})
+    assert comparison.result() == "repeated step 0 has lr 0.0010001, but had 0.001 before"
 
 
 def test_the_sum_over_three_processes_has_an_order_unless_it_is_deterministic_or_sharded():
