@@ -35,7 +35,7 @@ Curve = list[tuple[int, float]]  # points (step, value) in the order of the step
 # The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a start. The rest is not
 # parsed, so that a log of months is shown in seconds.
 POINT = re.compile(
-    rb'\{"step": (\d{1,18}), "time": [\d.]+, "(loss|val_loss|start)": (\d{1,18}(?:\.\d+)?(?:e-\d{1,3}|e\+\d\d)?)[,}]'
+    rb'\{"step": (\d{1,18}), "time": [\d.]+, "(loss|val_loss|start)": (\d{1,18}(?:\.\d+)?(?:e[+-]\d{1,3})?)[,}]'
 )
 
 
@@ -45,7 +45,7 @@ class Snapshot:
 
     folder: Path
     status: Status
-    process: str  # exists, suspended, gone, or elsewhere: on another machine
+    process: str  # exists, suspended, gone, hidden, or elsewhere: on another machine
     heartbeat_age_s: float  # since status.json was renewed
     saved_at: float | None  # when the last save was written; None: there was none
     curves: dict[str, Curve] = field(default_factory=dict)  # loss and val_loss
@@ -117,26 +117,28 @@ def other_runs(top: Path, folder: Path) -> dict[str, Snapshot]:
 
 
 def process_state(folder: Path, pid: int | None, heartbeat_s: float) -> str:
-    """Return exists, suspended or gone, of the process that trains in a folder.
+    """Return exists, suspended, gone, or hidden if it is another user's, of the process that trains in a folder.
 
     A process that is younger than the heartbeat is a different one. So is one that has not opened the folder's lock: a
     copy of a folder has the status of its original.
     """
-    with suppress(psutil.NoSuchProcess):
+    try:
         process = psutil.Process(pid or 0)
         state = process.status()
-        if state != psutil.STATUS_ZOMBIE and process.create_time() <= heartbeat_s + 3 and has_lock(process, folder):
-            return "suspended" if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "exists"
-    return "gone"
+        if state == psutil.STATUS_ZOMBIE or process.create_time() > heartbeat_s + 3 or not has_lock(process, folder):
+            return "gone"
+    except psutil.AccessDenied:
+        return "hidden"
+    except psutil.NoSuchProcess:
+        return "gone"
+    return "suspended" if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "exists"
 
 
 def has_lock(process: psutil.Process, folder: Path) -> bool:
-    """Return whether a process has opened the lock of a folder; True for another user's, of which it is not known."""
+    """Return whether a process has opened the lock of a folder."""
     try:
         lock = (folder / ".lock").stat()
         opened = [file.path for file in process.open_files()]
-    except psutil.AccessDenied:
-        return True
     except OSError:
         return False
     for path in opened:
@@ -177,8 +179,11 @@ class Curves:
                     for curve in self.by_name.values():
                         del curve[bisect_left(curve, (step, -math.inf)) :]
                     continue
+                value = float(match[3])
+                if math.isinf(value):  # of another program: JSON of ours has none
+                    continue
                 curve = self.by_name[name]
-                curve.append((step, float(match[3])))
+                curve.append((step, value))
                 if len(curve) > 20 * MAX_POINTS:  # a log of months would fill the memory
                     curve[:] = thin(curve)
 

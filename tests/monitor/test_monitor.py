@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import REPO
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from test_metrics import start_line
@@ -109,6 +112,7 @@ def test_state_names_the_reason_and_the_next_command():
     why = "no heartbeat for 1 min 39 s from process 42 on a-host"
     assert state_of(hung) == ("hung", why, "kill -9 42")
     assert state_of(snapshot_of(process="elsewhere", age_s=99)) == ("hung", why, "")  # it cannot be killed from here
+    assert state_of(snapshot_of(process="hidden", age_s=99)) == ("hung", why, "")  # perhaps it is not the run
     ended = {"status": "stopped", "reason": "SIGTERM"}
     command = "./resume_training.sh --checkpoint_dir 'my run'"
     assert state_of(snapshot_of(ended, folder="my run")) == ("stopped", "SIGTERM", command)
@@ -142,8 +146,28 @@ def test_state_of_a_process(tmp_path):
     assert process_state(process.pid, now_s) == "gone"
 
 
+def test_the_process_of_another_user_is_not_taken_for_the_run(tmp_path, monkeypatch):
+    """Whose files only the superuser sees, such as those of process 1."""
+    (tmp_path / ".lock").touch()
+
+    def denied(_):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "open_files", denied)
+    assert watch.process_state(tmp_path, os.getpid(), time.time()) == "hidden"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # snapshots
+
+
+@given(st.lists(st.floats(0, allow_nan=False, allow_infinity=False), max_size=30))
+def test_every_loss_that_a_run_can_log_is_read(losses):
+    with tempfile.TemporaryDirectory() as folder:
+        append(Path(folder), *({"step": step, "loss": loss} for step, loss in enumerate(losses)))
+        curves = watch.Curves(Path(folder, "metrics.jsonl"))
+        curves.read()
+        assert curves.by_name["loss"] == [*enumerate(losses)]
 
 
 def test_snapshots_have_what_is_new(tmp_path):
