@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -178,13 +178,14 @@ def standin(monkeypatch, tmp_path) -> StandIn:
     return HUB
 
 
-def command(*flags: str, processes: int = 1, tiny=TINY) -> list[str]:
+def command(*flags: str, processes: int = 1, tiny=TINY, agent: Sequence[str] = ()) -> list[str]:
     """Return the command line that a user types."""
     need_gpus(processes)
     script = [str(REPO / "train.py"), *tiny, "--data_dir", "data", *flags]
     if processes == 1:
         return [sys.executable, *script]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *script]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *agent]
+    return [sys.executable, *torchrun, *script]
 
 
 def environment() -> dict[str, str]:

@@ -100,13 +100,17 @@ class Run:
 
 
 class LaunchedRun:
-    """One start of `python train.py` or of torchrun, as a user types it, with the methods of a Run."""
+    """One start of `python train.py` or of torchrun, as a user types it, with the methods of a Run.
 
-    def __init__(self, *flags: str, processes: int = 1, tiny=TINY):
+    Args:
+        agent: flags of torchrun.
+    """
+
+    def __init__(self, *flags: str, processes: int = 1, tiny=TINY, agent: Sequence[str] = ()):
         self.out = Path(f"out-{time.monotonic_ns()}.txt").resolve()
         with open(self.out, "w") as out:
             self.process = subprocess.Popen(
-                command(*flags, processes=processes, tiny=tiny),
+                command(*flags, processes=processes, tiny=tiny, agent=agent),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment() | {"LAUNCHED": str(self.out)},
