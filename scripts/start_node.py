@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -81,13 +82,24 @@ def run_agent(command: Sequence[str], trace: Path) -> None:
             sys.exit(1)
 
 
+def own_folder() -> Path:
+    """Return a folder for locks that no other user can write to."""
+    folder = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        expected = "expected a folder of your own that is closed to others (mode 700)"
+        raise UserError(f"{folder}: {expected}; remove it, or set TMPDIR to another folder")
+    return folder
+
+
 def main() -> int:
     head, port, *command = sys.argv[1:]
     flags = next(number for number, word in enumerate(command, start=1) if word.endswith("/train.py"))
     config, _ = parse_args(command[flags:])
     check_names(head, int(port))
     if not is_alone(head):
-        place = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}-{socket.gethostname()}-{port}")
+        place = own_folder() / f"{socket.gethostname()}-{port}"
         _lock = lock_folder(place, "this machine has an agent already; one starts the ranks of all its GPUs (NPROC)")
     trace = Path(config.checkpoint_dir, f"torchrun-{socket.gethostname()}.log")
     with tempfile.TemporaryDirectory() as folder:

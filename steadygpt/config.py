@@ -122,7 +122,8 @@ class TrainConfig(GPTConfig):
 
     # fmt: off
     init_from: str = _shape("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, or a checkpoint file (including nanoGPT's) or folder")
+                            "Hugging Face folder, or a checkpoint file (including nanoGPT's) or folder",
+                            no_password=True)
 
     config: str = _run("", "preset in configs/ or TOML file of options, which flags override", on_resume="launch")
     run_name: str = _run("", "name of the run in W&B, alerts and the monitor (default: that of its folder)",

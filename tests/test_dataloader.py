@@ -18,7 +18,7 @@ from prepared import npy
 
 import dataloader
 from dataloader import BatchLoader, RowStream, Spread
-from steadygpt.base.options import UserError
+from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import key_of, permute
 from steadygpt.data.shards import (
@@ -40,6 +40,9 @@ class Tokens(Shard):
 
     def tokens(self):
         return self.array
+
+    def check_whole(self):
+        pass
 
 
 def stream(*sizes: int, context=4, **options) -> RowStream:
@@ -307,6 +310,40 @@ def without(key: str, fields: dict) -> dict:
 def test_a_malformed_or_unfinished_manifest_is_rejected(tmp_path, text, words):
     (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
     refused(lambda: read_manifest(tmp_path), words, "again")
+
+
+@pytest.mark.parametrize("how", ["shortened", "emptied", "deleted", "replaced by a shorter one", "appended to"])
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_a_shard_that_is_shortened_while_a_run_reads_it_is_named(tmp_path, suffix, how):
+    """Otherwise a bus error would end the process. The run has mapped the other files as they were."""
+    path = tmp_path / f"train.{suffix}"
+    tokens = np.arange(1000, dtype="<u2")
+    np.save(path, tokens) if suffix == "npy" else path.write_bytes(tokens.tobytes())
+    loader = BatchLoader(RowStream([open_shard(path)], 16), (range(i, i + 4) for i in range(0, 10**6, 4)), 4)
+    loader.next()
+    match how:
+        case "shortened" | "emptied":
+            os.truncate(path, 100 if how == "shortened" else 0)
+        case "deleted":
+            path.unlink()
+        case "replaced by a shorter one":
+            (tmp_path / "new").write_bytes(b"x")
+            (tmp_path / "new").rename(path)
+        case "appended to":
+            with open(path, "ab") as file:
+                file.write(b"more")
+
+    def read() -> None:
+        for _ in range(3 * loader.at_once):  # what was read ahead comes first
+            loader.next()
+
+    if how in ("shortened", "emptied"):
+        with pytest.raises(
+            RankError, match=rf"train\.{suffix}: shortened while the run reads it; found \d+ bytes, expe"
+        ):
+            read()
+    else:
+        read()
 
 
 def test_shards_without_a_whole_row_are_rejected(tmp_path):

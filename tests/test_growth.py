@@ -25,7 +25,7 @@ from steadygpt.run.repeats import recorded_steps
 
 
 def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(Shard, "tokens", lru_cache(8)(Shard.tokens.__wrapped__))  # at most eight are mapped at once
+    monkeypatch.setattr(Shard, "_mapped", lru_cache(8)(Shard._mapped.__wrapped__))  # at most eight are mapped at once
     monkeypatch.setattr(dataloader, "MAPPED", 8)
     write_data(tmp_path, num_tokens=[40] * 101)
     shards = ShardSet.find("data", str(tmp_path), "train").shards

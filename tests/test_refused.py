@@ -157,6 +157,7 @@ FLAGS: list[tuple] = [
     ("train --mini_batch_size all", "argument --mini_batch_size: is 'all'; expected an integer"),
     ("train --bias maybe", "is 'maybe'; expected on or off"),
     ("train --precision fp33", "--precision is 'fp33'; expected one of auto, fp32, bf16, fp16"),
+    ("train --init_from https://me:pw@host/x", "--init_from is a URL with a password, which files and logs would show"),
     ("train --mirror s3://me:pw@bucket/run", "--mirror is a URL with a password, which files and logs would show"),
     ("train --device tpu", "--device tpu: not on this machine; expected auto, cpu, cuda or"),
     ("train --resume=", "--resume is empty; expected a value, or drop the flag"),
@@ -356,9 +357,9 @@ def place(shared_place, tmp_path, monkeypatch) -> Path:
 
 
 def contents() -> dict[Path, bytes | None]:
-    """Return path -> content of all files and folders, except locks."""
-    there = [path for path in Path().rglob("*") if path.name != ".lock"]
-    return {path: path.read_bytes() if path.is_file() else None for path in there}
+    """Return path -> content of all files and folders, but that of locks, which is the number of a process."""
+    with_content = [path for path in Path().rglob("*") if path.is_file() and path.name != ".lock"]
+    return dict.fromkeys(Path().rglob("*")) | {path: path.read_bytes() for path in with_content}
 
 
 @pytest.fixture

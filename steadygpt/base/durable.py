@@ -10,12 +10,17 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 from steadygpt.base.opening import open_to_read, open_to_write, through_no_link
 from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
+
+NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a folder: older CIFS, VirtualBox
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
@@ -156,19 +161,43 @@ def fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            error.filename = str(folder)
+            raise
+        _tell_of_names(folder)
     finally:
         os.close(descriptor)
 
 
+@cache  # once for each folder
+def _tell_of_names(folder: Path) -> None:
+    say(
+        f"warning: {folder}: its file system cannot fsync a folder, so after a power cut the newest files may be "
+        "missing; older ones are safe"
+    )
+
+
+def owner_of(path: Path) -> str:
+    """Return the name of the user to whom a file belongs, or the number."""
+    try:
+        return path.owner()
+    except KeyError:
+        return f"user {path.stat().st_uid}"
+
+
 def lock_folder(folder: Path, advice: str) -> IO[str]:
     """Lock `folder` against other processes until this process ends or the returned file is closed."""
+    lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open_to_write(folder / ".lock", "a+")
+        file = open_to_write(lock, "a+")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+            return lock_folder(folder, advice)  # its last owner has removed it meanwhile
         file.seek(0)
         if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(300)):
-            raise UserError(f"{folder}/.lock: not the lock of a run; expected the number of a process. Move it away")
+            raise UserError(f"{lock}: not the lock of a run; expected the number of a process. Move it away")
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -177,7 +206,33 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         owner = file.read().strip() or "unknown"
         raise UserError(f"{folder}: in use by process {owner}; {advice}") from None
     except OSError as error:
+        if isinstance(error, PermissionError) and os.access(folder, os.W_OK) and lock.exists():
+            raise UserError(
+                f"{lock}: {error.strerror}; it is the lock of {owner_of(lock)}, who has used the folder. When no run "
+                "uses it, remove the lock"
+            ) from error
+        if error.errno in NO_LOCKS:
+            raise UserError(
+                f"{lock}: cannot be locked ({error.strerror}); mount this file system with locks, or use a local disk"
+            ) from error
         found = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
         place = error.filename or folder
         raise UserError(f"cannot write to {place}: {found}; expected a writable folder with free space") from error
     return file
+
+
+@contextmanager
+def locked(folder: Path, advice: str) -> Iterator[None]:
+    """Lock a folder inside, as lock_folder(); a UserError leaves no lock that was not there before."""
+    is_new_folder = not folder.exists()
+    is_new_lock = not os.path.lexists(folder / ".lock")
+    with lock_folder(folder, advice):
+        try:
+            yield
+        except UserError:
+            if is_new_lock:
+                (folder / ".lock").unlink(missing_ok=True)
+            if is_new_folder:
+                with suppress(OSError):  # something was written
+                    folder.rmdir()
+            raise

@@ -27,7 +27,12 @@ Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
 REFUSED = "STEADYGPT_REFUSED"  # names a file that tells scripts/start_node.py of a UserError
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+NO_THREAD = "can't start new thread|Resource temporarily unavailable"
 PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
+SECRETS = re.compile(  # in URLs
+    r"(://)[^/\s:@']*:[^/\s@']*(?=@)|([?&][\w-]*(?:token|key|secret|sig|signature|password|auth)=)[^&\s']+",
+    re.IGNORECASE,
+)
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
 
 
@@ -86,6 +91,11 @@ def options_of(options: Any) -> dict[str, dataclasses.Field]:
 def shown_options(options: Any) -> dict[str, Any]:
     """Return the fields that a run may write, by name: all but the secret ones."""
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if not f.metadata.get("secret")}
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with ... in place of passwords and tokens in the URLs that it quotes."""
+    return SECRETS.sub(r"\1\2...", text)
 
 
 def check_options(options: Any) -> None:
@@ -223,7 +233,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except UserError as error:
         status = 2
         if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            print(f"error: {without_secrets(printable(str(error)))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
         if refused := os.environ.get(REFUSED):
@@ -243,6 +253,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
             status = 2  # a path that a user gave: even Path.exists() raises these
             found = printable(f"{error.filename}: {error.strerror}")
             print(f"error: {found}; change its permissions, or give another path", file=sys.stderr)
+        elif isinstance(error, RuntimeError | BlockingIOError) and re.search(NO_THREAD, str(error)):
+            advice = "raise it (ulimit -u, or the pids limit of the container), or end others"
+            print(f"error: the limit of threads and processes is reached; {advice}", file=sys.stderr)
         else:
             traceback.print_exc()
     if "RANK" in os.environ or threading.active_count() > 1:

@@ -245,7 +245,12 @@ class CheckpointWriter:
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed += 1
             text = f"{self.folder / files.LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
-            text += "; older saves are intact" + f", but there is no {' or '.join(tiers)}" * bool(tiers)
+            if not self.orders:
+                text += "; nothing is saved yet"
+            elif tiers:
+                text += f"; older saves are intact, but there is no {' or '.join(tiers)}"
+            else:
+                text += "; older saves are intact"
             self.log.warn(text, event="save failed" if self.failed == 1 else "")
             return
         self.failed, self.saved_at_s = 0, time.monotonic()

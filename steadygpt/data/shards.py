@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -18,8 +19,8 @@ import numpy as np
 from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
-from steadygpt.base.opening import open_to_read, regular
-from steadygpt.base.options import OptionError, UserError
+from steadygpt.base.opening import open_to_read
+from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, read_json, typed
 
@@ -66,13 +67,30 @@ class Shard:
     offset: int  # bytes before the first token; 0 without a header
     num_tokens: int
 
-    @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
     def tokens(self) -> np.ndarray:
         """Map the ids into memory, (num_tokens,)."""
+        return self._mapped()[0]
+
+    @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
+    def _mapped(self) -> tuple[np.ndarray, int]:
+        """Return the ids in memory, and the inode of their file."""
         if not self.num_tokens:
-            return np.empty(0, self.dtype)  # mmap refuses an empty range
-        mapped = np.memmap(regular(self.path), self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
-        return mapped.view(np.ndarray)  # because slicing a memmap costs more than copying a row
+            return np.empty(0, self.dtype), 0  # mmap refuses an empty range
+        with open_to_read(self.path) as file:
+            mapped = np.memmap(file, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
+            # A view, because slicing a memmap costs more than copying a row.
+            return mapped.view(np.ndarray), os.fstat(file.fileno()).st_ino
+
+    def check_whole(self) -> None:
+        """Check that the mapped file has not become shorter: reading what it lacks would end the process (SIGBUS)."""
+        with suppress(OSError):  # deleted or replaced, it stays as it was where it is mapped
+            found = self.path.stat()
+            expected = self.offset + self.num_tokens * self.dtype.itemsize
+            if found.st_ino == self._mapped()[1] and found.st_size < expected:
+                raise RankError(
+                    f"{self.path}: shortened while the run reads it; found {found.st_size:,} bytes, expected "
+                    f"{expected:,}. Restore the file, then resume with --resume latest"
+                )
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

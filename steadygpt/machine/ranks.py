@@ -23,7 +23,8 @@ from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_c
 from steadygpt.machine.host import process_age_s
 
 Result = TypeVar("Result")
-LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|[Tt]imed ?out|Socket Timeout")  # what gloo says
+LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # what gloo says
+NO_ANSWER = re.compile("[Tt]imed ?out|Socket Timeout")
 # Of one tensor, because NCCL copies lists. torch 2.11 has only the older name, of which torch 2.13 warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -288,6 +289,10 @@ def joined(device_name: str, timeout_minutes: float = 10):
         yield ranks
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
+        if world_size > 1 and NO_ANSWER.search(reason):
+            found = f"no answer from another rank for {timeout_minutes:g} minutes (--timeout_minutes)"
+            advice = "it hangs, all ranks were suspended, or its machine cannot be reached"
+            raise LostRankError(f"rank {rank}: {found}; {advice} ({reason})") from error
         if world_size > 1 and LOST.search(reason):
             raise LostRankError(f"rank {rank}: lost another rank, whose output says why ({reason})") from error
         raise

@@ -32,7 +32,13 @@ def map_in_order(
         return
     pending: deque[tuple[Item, Future[Result]]] = deque()
     # Spawned instead of forked, because this process may have threads.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=end_with_main)
+    try:
+        pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=end_with_main)
+    except OSError as error:  # its semaphores are files there
+        raise UserError(
+            f"cannot start {num_workers} workers: /dev/shm: {error.strerror}; expected a writable folder with free "
+            "space (df /dev/shm; docker run --shm-size=1g), or use --num_workers 1"
+        ) from error
     # All results go through one pipe. With its usual 64 KB, each of 64 workers waits a fifth of the time for its turn.
     # The names are private or Linux's, so they may be missing.
     with suppress(AttributeError, OSError):

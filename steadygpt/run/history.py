@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from steadygpt import code_digest
-from steadygpt.base.durable import lock_folder
+from steadygpt.base.durable import locked
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import labelled
@@ -179,7 +179,7 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
     here = place if which in ("", *WORDS) or place.is_dir() else place.parent
     is_fork = os.path.realpath(here) != os.path.realpath(folder)  # resolve() raises for a loop of links
     if config.trains and which:
-        held.enter_context(lock_folder(folder, IN_USE))
+        held.enter_context(locked(folder, IN_USE))
     if config.trains or (is_fork and not config.eval_only):
         files.check_folder(folder, here / files.LATEST if which else None)
     if not which:

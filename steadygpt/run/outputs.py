@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from steadygpt.base.durable import fsync_folder, lock_folder
+from steadygpt.base.durable import fsync_folder, locked
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text
@@ -45,7 +45,7 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
     config, history, starts = plan.config, plan.history, plan.starts
     folder = Path(config.checkpoint_dir)
     if not config.resume:  # otherwise open_history() has locked it
-        held.enter_context(lock_folder(folder, IN_USE))
+        held.enter_context(locked(folder, IN_USE))
         check_folder(folder, None)
     size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
     free = disk.free + sum(file.stat().st_size for file in stale_files(folder) if file != history.downloaded)

@@ -2,7 +2,9 @@
 
 import math
 import shlex
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -17,6 +19,7 @@ from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
 
 SPIKE_WINDOW = 128  # losses that a spike is compared with
+ETA_STEPS = 100  # whose time tells the time left
 SMALLEST_STD = 1e-6  # of those losses
 
 
@@ -99,15 +102,16 @@ class Results:
     seconds: float = 0.0  # of the steps, without evaluations
     first_rows: int = 0  # of the first step, which compiles and warms up, so its speed is not typical
     first_s: float = 0.0
-    first_ended_s: float = 0.0
-    begun_s: float = 0.0  # when the next step began
-
-    def __post_init__(self) -> None:
-        self.restart_clock()
+    row_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))  # of the last steps
+    between_s: float = 0.0  # of evaluations, between steps
+    begun_s: float = field(default_factory=time.perf_counter)  # when the next step began
 
     def restart_clock(self) -> None:
         """Leave the time until now, such as an evaluation's, out of the next step's."""
-        self.begun_s = time.perf_counter()
+        now_s = time.perf_counter()
+        if self.steps:
+            self.between_s += now_s - self.begun_s
+        self.begun_s = now_s
 
     def add(self, result: StepResult) -> None:
         """Log a step's result and update the state.
@@ -129,10 +133,11 @@ class Results:
         if is_first:
             self.first_rows = count
             self.first_s = step_s
-            self.first_ended_s = ended_s
             row_s = step_s / count
         else:
-            row_s = (ended_s - self.first_ended_s) / (self.rows - self.first_rows)
+            self.row_seconds.append(step_s / count)
+            # A median, so that neither a suspended process nor a hiccup of the disk changes the ETA.
+            row_s = statistics.median(self.row_seconds) + self.between_s / self.rows
         left_s = row_s * self.config.rows_per_step * (self.config.max_steps - result.step - 1)
         speed = count * self.config.context_length / step_s
         elapsed_s = state.total_s()

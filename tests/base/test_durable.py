@@ -5,6 +5,7 @@ import fcntl
 import io
 import os
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
@@ -110,3 +111,89 @@ def test_lines_from_the_end_are_those_from_the_start(parts, block_bytes):
     found = list(lines_from_end(io.BytesIO(content), block_bytes))
     for line, whole in zip(reversed(found), io.BytesIO(content), strict=True):
         assert whole.startswith(line) and len(line) >= min(len(whole), block_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# file systems that lack something
+
+
+def failing(number: int):
+    """Return a function that raises the OSError of a system call, which names no path."""
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_cannot_fsync_folders_is_told_once(tmp_path, monkeypatch, capsys, number):
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (failing(number) if stat.S_ISDIR(os.fstat(file).st_mode) else real)(file)
+    )
+    for text in (b"one", b"two"):
+        replace_file(tmp_path / "file", lambda file, text=text: file.write(text))
+    assert (tmp_path / "file").read_bytes() == b"two"
+    warning = f"warning: {tmp_path}: its file system cannot fsync a folder, so after a power cut the newest files may"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_other_errors_of_an_fsync_name_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    with pytest.raises(OSError) as raised:
+        durable.fsync_folder(tmp_path)
+    assert raised.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    with pytest.raises(UserError) as raised:
+        lock_folder(tmp_path, "wait")
+    advice = "mount this file system with locks, or use a local disk"
+    assert str(raised.value) == f"{tmp_path}/.lock: cannot be locked ({os.strerror(number)}); {advice}"
+
+
+def test_the_lock_of_another_user_is_named_with_its_owner(tmp_path, monkeypatch):
+    (tmp_path / ".lock").touch()
+
+    def denied(path, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(durable, "open_to_write", denied)  # the superuser, who may run tests, is never denied
+    with pytest.raises(UserError, match=f"/.lock: Permission denied; it is the lock of {Path('/proc/self').owner()}, "):
+        lock_folder(tmp_path, "wait")
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(UserError, match=r"cannot write to .*/\.lock: Permission denied; expected a writable folder"):
+        lock_folder(tmp_path, "wait")
+
+
+@pytest.mark.parametrize("before", ["nothing", "a folder", "a lock"])
+def test_a_refusal_leaves_no_lock(tmp_path, before):
+    folder = tmp_path / "run"
+    if before != "nothing":
+        folder.mkdir()
+    if before == "a lock":
+        (folder / ".lock").touch()
+    with pytest.raises(UserError), durable.locked(folder, "wait"):
+        raise UserError("no")
+    assert (folder.exists(), (folder / ".lock").exists()) == (before != "nothing", before == "a lock")
+    with pytest.raises(KeyError), durable.locked(folder, "wait"):
+        raise KeyError  # a bug
+    assert (folder / ".lock").exists()
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """Otherwise two processes could hold a lock: of the removed file, and of its successor."""
+    real = fcntl.flock
+    removed = []
+
+    def flock(file, how):
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with lock_folder(tmp_path, "wait"), pytest.raises(UserError, match="in use by process"):
+        lock_folder(tmp_path, "wait")

@@ -43,7 +43,9 @@ OURS = r"""
     convert_hf.py: torch.save(content, file)    # an open file, or an object of ours
     steadygpt/checkpoint/saves.py: torch.save(checkpoint, file)
     steadygpt/checkpoint/files.py: zipfile.ZipFile(file)
-    steadygpt/checkpoint/files.py: _Plain(io.BytesIO(archive.read(plain))).load()
+    steadygpt/checkpoint/files.py: _Plain(io.BytesIO(archive.read(name))).load()
+    steadygpt/checkpoint/files.py: load(self)
+    steadygpt/data/shards.py: np.memmap(file, self.dtype, mode='r', offset=self.offset, shape=(self.num_tokens,))
     steadygpt/prepare/ids.py: zipfile.ZipFile(file)
     steadygpt/prepare/ids.py: archive.open(arrays[others[0]])
     steadygpt/prepare/ids.py: archive.open(arrays[MASK])

@@ -46,6 +46,10 @@ def run(program: str, **environment: str) -> tuple[int, str, str]:
 
 
 LONG = "x" * 5000
+LIMIT = (
+    "error: the limit of threads and processes is reached; raise it (ulimit -u, or the pids limit of the container), "
+    "or end others\n"
+)
 
 
 @pytest.mark.parametrize("environment", [{}, {"RANK": "0"}], ids=str)
@@ -59,6 +63,10 @@ LONG = "x" * 5000
     (PermissionError(13, "Permission denied", "data/a"), 2,
      "error: data/a: Permission denied; change its permissions, or give another path\n"),
     (KeyboardInterrupt(), 130, ""),
+    (UserError("https://me:pw@host/x: no such file"), 2, "error: https://...@host/x: no such file\n"),
+    (UserError("s3://b/a?X-Token=pw&v=1"), 2, "error: s3://b/a?X-Token=...&v=1\n"),
+    (RuntimeError("can't start new thread"), 1, LIMIT),
+    (BlockingIOError(11, "Resource temporarily unavailable"), 1, LIMIT),
 ], ids=lambda value: repr(value)[:40])  # fmt: skip
 def test_a_command_ends_with_its_exit_status_and_at_most_one_line(ending, environment, end, status, stderr):
     assert ending(end, **environment) == (status, "printed\n", stderr)

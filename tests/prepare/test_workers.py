@@ -1,5 +1,6 @@
 """Tests of steadygpt/prepare/workers.py."""
 
+import errno
 import operator
 import os
 import signal
@@ -26,6 +27,17 @@ def test_results_come_in_order_and_only_a_few_items_are_in_memory_at_once():
 def test_a_killed_worker_is_one_line():
     with pytest.raises(UserError, match="one of the 2 workers was killed, perhaps for lack of memory"):
         list(map_in_order(os._exit, [1], 2))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_full_or_read_only_dev_shm_is_named(monkeypatch, number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", fail)
+    with pytest.raises(UserError, match=rf"/dev/shm: {os.strerror(number)}; .* or use --num_workers 1"):
+        list(map_in_order(operator.neg, [1], 2))
+    assert list(map_in_order(operator.neg, [1], 1)) == [(1, -1)]
 
 
 def test_workers_work_at_the_same_time(tmp_path):

@@ -94,6 +94,32 @@ def test_a_run_diverges_at_max_bad_steps_and_goes_back_to_the_first_of_them(good
     assert len(state.recent_losses) == sum(good)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_suspended_process_does_not_change_the_time_left(monkeypatch, seed):
+    """Steps of 0.09 to 0.11 s, an evaluation of 2 s after every 25, and one step of 20 s to 3 h at a random place."""
+    random = Random(seed)
+    config = TrainConfig(context_length=16, total_batch_size=64, max_steps=1000, device="cpu")
+    left = dict[int, float]()
+    log = SimpleNamespace(step=lambda step, numbers, left_s, *_, **facts: left.update({step: left_s}))
+    now_s = 0.0
+    monkeypatch.setattr("steadygpt.run.results.time.perf_counter", lambda: now_s)
+    results = Results(config, Ranks(CPU), Schedule(config, 32), TrainState(), log, 1.0, Repeats(log))
+    suspended_at = random.randrange(60, 160)
+    for step in range(200):
+        now_s += 30 if step == 0 else random.uniform(0.09, 0.11)  # the first one compiles
+        if step == suspended_at:
+            now_s += random.choice([20, 600, 10_000])
+        result = judge(
+            config, [], step=step, rows=range(4 * step, 4 * step + 4), lr=1e-3, loss=2.0, grad_norm=1.0, loss_scale=None
+        )
+        results.add(result)
+        if step % 25 == 24:
+            now_s += 2
+            results.restart_clock()
+    for step in range(50, 200):
+        assert left[step] == pytest.approx((999 - step) * (0.1 + 2 / 25), rel=0.35), step
+
+
 @pytest.mark.parametrize(("config", "advice"), [
     (TrainConfig(max_lr=1e-3, min_lr=1e-4, precision="fp32"),
      "--resume latest --allow_changes --max_lr 0.0005 --min_lr 0.0001, or skip"),
