@@ -4,6 +4,7 @@ Such a folder may have been copied from anywhere. A pipe in place of a file woul
 its memory, and a link would lead a writer to a file elsewhere.
 """
 
+import errno
 import io
 import os
 import stat
@@ -53,12 +54,18 @@ def open_to_write(path: Path, mode: str) -> IO[Any]:
 
 
 def _regular(path: str, flags: int) -> int:
-    # With O_NONBLOCK, a pipe without a writer opens at once. It does not change how a file is read or written.
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    refusal = UserError(f"{path}: a pipe or a device; expected a file. Remove it, or give another path")
+    try:
+        # With O_NONBLOCK, a pipe without a writer opens at once. It does not change how a file is read or written.
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise refusal from None
+        raise
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() refuses a folder itself
         os.close(descriptor)
-        raise UserError(f"{path}: a pipe or a device; expected a file. Remove it, or give another path")
+        raise refusal
     return descriptor
 
 

@@ -121,6 +121,8 @@ class Mirror:
         return index
 
     def read(self, name: str) -> bytes:
+        if "file" in self.fs.protocol:  # a folder of this machine
+            return read_file(Path(self.folder, name))
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:

@@ -22,7 +22,7 @@ from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import read_json
-from steadygpt.log.metrics import METRICS, STATUS, Status, read_status
+from steadygpt.log.metrics import LARGEST_LOG, METRICS, STATUS, Status, read_status
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
@@ -30,6 +30,7 @@ SILENT_STEPS = 5
 COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 HEALTHY = ("running", "stopped", "finished")  # states
 
+LONGEST_LINE = 2**20  # bytes; a longer one is none of ours
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
 # The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a start. The rest is not
@@ -163,13 +164,13 @@ class Curves:
 
     def read(self) -> None:
         """Read what was written since the last call."""
-        with suppress(FileNotFoundError, UserError), open_to_read(self.path) as file:
+        with suppress(FileNotFoundError, UserError), open_to_read(self.path, LARGEST_LOG) as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self.inode or stat.st_size < self.size:  # another run is in this folder now
                 self.forget(stat.st_ino)
             file.seek(self.size)
-            for line in file:
-                if not line.endswith(b"\n"):  # not written completely yet
+            while line := file.readline(LONGEST_LINE):
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # not written completely yet
                     break
                 self.size += len(line)
                 if not (match := POINT.match(line)):

@@ -4,13 +4,17 @@ import contextlib
 import io
 import json
 import math
+import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,17 +22,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import REPO, TINY, run_here, weights_content, write_data
 from rich.console import Console
 
 import prepare_dataset
-from benchmarks.core_speed import write_bundle
+from benchmarks.core_speed import TASKS, write_bundle
 from convert_hf import write_folder
 from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint
+from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint, trained_with
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
@@ -41,11 +46,13 @@ from steadygpt.log.metrics import read_records, read_status
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
+from steadygpt.run.expected import Expected, Prediction, compared
 from steadygpt.run.history import resumed
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import judge
 
+TASK = f"bundle/eval_data/{next(iter(TASKS.values()))[0]}/{next(iter(TASKS))}.jsonl"  # of CORE
 MANY = 2000  # files for each reader in the fault storm
 
 
@@ -149,6 +156,21 @@ def of_a_line(content: bytes, rng: random.Random) -> bytes:
     return b"\n".join([*lines[:number], of_json(lines[number], rng), *lines[number + 1 :], b""])
 
 
+def of_yaml(content: bytes, rng: random.Random) -> bytes:
+    """Return another core.yaml: with odd values, tags that PyYAML cannot construct, and references to itself."""
+    odd = [value for value in ODD if value not in (DEEP, HUGE)]
+    text = yaml.dump(made(yaml.safe_load(content), rng, odd), allow_unicode=True)
+    if rng.random() < 0.7:
+        values = '!!int "" | !!bool x | !!timestamp x | !!float x | !!binary x | !!set {x} | "\\0" | &a [*a]'
+        values += " | *unknown | !x y | ? [] | 9999-99-99 | 0x | 1e400 | .nan | ~ | [[[[[[" + " | " + "9" * 5000
+        lines = text.splitlines()
+        number = rng.randrange(len(lines))
+        name, colon, _ = lines[number].partition(":")
+        lines[number] = f"{name}{colon} {rng.choice(values.split(' | '))}"
+        text = "\n".join(lines)
+    return text.encode("utf-8", "surrogatepass") if rng.random() < 0.8 else mutate(content, rng)
+
+
 def of_toml(content: bytes, rng: random.Random) -> bytes:
     """Return a new preset, whatever the old one holds."""
     values = '1 -1 12.5 1e400 inf nan 0x7f 1_000 true "" "x" "gelu" "../x" [1] {} 1979-05-27 "\\u001b[31m"'.split()
@@ -197,10 +219,25 @@ def files(tmp_path_factory):
         index = {"metadata": {"total_size": 9}, "weight_map": {"transformer.wte.weight": "one.safetensors"}}
         Path("parts/model.safetensors.index.json").write_text(json.dumps(index))
         write_bundle(Path("bundle"), rows=11)
+        curve = [(step, 5 / step**0.1) for step in (1, 2, 4)]
+        prediction = Prediction(compared(settled()), curve)
+        Path("prediction.json").write_text(json.dumps(prediction._asdict()))
         row = {"ctx": "A man", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
         Path("rows.jsonl").write_text(json.dumps(row))
         Path("tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
     return folder
+
+
+def settled() -> TrainConfig:
+    """Return the configuration of the run in checkpoints/."""
+    return replace(trained_with(read_checkpoint(Path("checkpoints/latest.pt"))["starts"][-1]), expect="prediction.json")
+
+
+def see_prediction() -> None:
+    expected = Expected.load(settled())
+    for step in (0, 1, 2, 3, 5, 10**9):
+        for loss in (0.0, 1e-300, 3.0, 1e308):
+            expected.compare(step, loss)
 
 
 def see_monitor() -> None:
@@ -266,7 +303,9 @@ READERS = {
     "mirror/index.json": Reader(of_json, lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))]),
     "prepared/manifest.json": Reader(of_json, see_prepared),
     "rows.jsonl": Reader(of_json, lambda: load_hellaswag("rows.jsonl")),
-    "bundle/core.yaml": Reader(mutate, lambda: load_core("bundle"), accepts=True),
+    "bundle/core.yaml": Reader(of_yaml, lambda: load_core("bundle"), 100, accepts=True),
+    TASK: Reader(of_a_line, lambda: load_core("bundle")),
+    "prediction.json": Reader(of_json, see_prediction, 100, accepts=True),
     "bundle/eval_meta_data.csv": Reader(mutate, lambda: load_core("bundle")),
     "tokenizer.json": Reader(of_json, lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words")),
     "hf/config.json": Reader(of_json, lambda: read_weights("hf")),
@@ -327,6 +366,49 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
                 torch.save(content, "made.pt")
             accepts(lambda: read_checkpoint(Path("made.pt")))
     assert 0 < read < count
+
+
+class TooLong(BaseException): ...
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "socket", "1 TB", "link to nothing"])
+@pytest.mark.parametrize("name", dict.fromkeys(name.split(",")[0] for name in READERS))
+def test_what_is_no_file_ends_no_reader(files, monkeypatch, name, kind):
+    """Neither by waiting for a writer of a pipe, nor by reading a device or a sparse file until memory ends."""
+    monkeypatch.chdir(files)
+    if kind == "1 TB" and "train" in name:
+        pytest.skip("shards may be as large")
+    reader = next(reader for other, reader in READERS.items() if other.split(",")[0] == name)
+    path = Path(name)
+    path.rename("aside")
+
+    def too_long(*_):
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, too_long)
+    try:
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "folder":
+                path.mkdir()
+            case "socket":
+                with socket.socket(socket.AF_UNIX) as bound:
+                    bound.bind(name)
+            case "1 TB":
+                with open(path, "wb") as file:
+                    file.truncate(2**40)
+            case "link to nothing":
+                path.symlink_to("nothing")
+        signal.alarm(20)
+        with contextlib.suppress(OSError):  # which names the file, or its like
+            accepts(reader.read)
+    finally:
+        signal.alarm(0)
+        path.rmdir() if path.is_dir() else path.unlink()
+        Path("aside").rename(path)
 
 
 # One of each kind as a user meets it: file, what it holds, command.
