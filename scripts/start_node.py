@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -85,7 +86,8 @@ def run_agent(command: Sequence[str], trace: Path) -> None:
 def own_folder() -> Path:
     """Return a folder for locks that no other user can write to."""
     folder = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         expected = "expected a folder of your own that is closed to others (mode 700)"

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import TINY, load, metrics, run_here, write_data, write_shard
+import torch
+from conftest import TINY, load, metrics, run_here, weights_content, write_data, write_shard
 from test_tokenizer_json import byte_tokenizer
 
 import train
 from dataloader import BatchLoader
 from look import count_split, find_step, main, visible
+from model import GPT, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import Tokenizer, get_tokenizer
@@ -223,6 +225,14 @@ def test_a_garbage_document_comes_first_by_loss(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr()
     assert "of checkpoints/latest.pt at step 24" in output.out
     assert "warning: skipped checkpoints/latest_backup.pt" in output.err
+
+
+def test_weights_without_a_run_have_no_steps(workdir):
+    Path("checkpoints").mkdir()
+    config = GPTConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=1, embd_size=8)
+    torch.save(weights_content(GPT(config).state_dict(), config), "checkpoints/latest.pt")
+    with pytest.raises(UserError, match=r"latest\.pt: converted weights; expected a checkpoint of a run"):
+        main(["--step", "1"])
 
 
 def test_a_run_of_two_epochs_ends_with_their_last_row(workdir):

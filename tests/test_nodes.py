@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import start_node as start_node_script
 import torch
 from conftest import REPO, TINY, environment, folders, in_ranks, load, metrics, run_here, write_data
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
@@ -335,6 +337,29 @@ def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0] == "srun node7 2 --kill-on-bad-exit=1 scripts/multinode.sh --seed 7"
     assert calls[1:] == ["scancel --signal=USR1 42"] * at_limit + ["scontrol requeue 42"] * requeued
+
+
+@pytest.mark.parametrize(("make", "is_own"), [
+    (lambda folder: None, True),
+    (lambda folder: folder.mkdir(mode=0o700), True),
+    (lambda folder: folder.mkdir(mode=0o777) or folder.chmod(0o777), False),
+    (lambda folder: folder.write_text(""), False),
+    (lambda folder: folder.symlink_to(folder.parent), False),
+    (lambda folder: folder.mkdir(mode=0o700) or os.chown(folder, 12345, -1), False),
+], ids=["missing", "own", "open to others", "file", "link", "another user's"])  # fmt: skip
+def test_only_a_folder_of_the_user_has_the_locks_of_agents(tmp_path, monkeypatch, make, is_own):
+    """Any other user could hold a lock in a folder that is open to all."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"steadygpt-{os.getuid()}"
+    try:
+        make(folder)
+    except PermissionError:
+        pytest.skip("only the superuser can give a folder away")
+    if is_own:
+        assert start_node_script.own_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    else:
+        with pytest.raises(UserError, match=r"expected a folder of your own .*; remove it, or set TMPDIR"):
+            start_node_script.own_folder()
 
 
 def test_the_scripts_name_a_missing_variable():

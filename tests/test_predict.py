@@ -107,6 +107,17 @@ def test_an_unfinished_run_is_refused(narrower):
         predict.main(["narrow", "stopped", *LARGER])
 
 
+@pytest.mark.parametrize("loss", [-1.0, 0.0, 1e-300, 1e308])
+def test_losses_that_cannot_be_are_refused(narrower, loss):
+    path = Path("wide/evaluations.json")
+    found = json.loads(path.read_text())
+    for scores in next(iter(found.values())).values():
+        scores["val_loss"] = loss
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError, match=r"wide/evaluations\.json: val_loss of step \d: .*restore the file"):
+        predict.main(["narrow", "wide", *LARGER])
+
+
 def test_a_run_without_validations_is_refused(narrower):
     train_width("blind", "--eval_freq", "0", width="wide")
     with pytest.raises(

@@ -1,10 +1,13 @@
 """Tests of prepare_dataset.py with the Hub and object stores, and of its behaviour when these fail."""
 
+import http.server
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,6 +23,7 @@ from test_hub import retries
 
 import prepare_dataset
 from steadygpt.base import retry
+from steadygpt.base.options import UserError
 from steadygpt.network import remote, stores
 from steadygpt.network.hub import fetch, find_repo
 from steadygpt.prepare import documents, sources, writer
@@ -222,6 +226,22 @@ def test_a_cache_without_all_files_cannot_finish_a_preparation(hub, monkeypatch,
     go_offline(monkeypatch)
     refused(f"--source {CORPUS_PART} {FINE}", r"out: prepared with 6 files, .* but now found 2 files")
     assert "in the cache are known" in capsys.readouterr().err
+
+
+def test_a_file_of_a_web_server_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "some words " * 500
+    (tmp_path / "x.txt").write_text(text)
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        flags = ("--tokenizer", "bytes", "--num_workers", "1", "--val_tokens", "0", "--out", "web")
+        assert prepare_dataset.main(["--source", f"{url}/x.txt", *flags]) == 0
+        with pytest.raises(UserError, match=r"/none\.txt: no such file"):
+            prepare_dataset.main(["--source", f"{url}/none.txt", *flags, "--out", "none"])
+        server.shutdown()
+    assert ids_of("web") == ids_expected([text])
 
 
 def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(hub):

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_content
+from conftest import load, run_content, run_here
 from injected import fail_reads
 
 from model import GPT, GPTConfig
@@ -55,6 +56,43 @@ def test_a_few_bytes_of_a_file_cannot_take_all_memory(tmp_path):
         files.read_head(tmp_path / "latest.pt")
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("width", [2, 3, 100])
+@pytest.mark.parametrize("depth", [5, 20, 60])
+def test_a_few_bytes_of_a_file_cannot_take_all_time(tmp_path, width, depth):
+    """A key is hashed part by part, and each tuple of these holds the one before several times."""
+    tuples = b"K\x01\x85q\x00"
+    for number in range(depth):
+        tuples += b"(" + b"h%c" % number * width + b"tq%c" % (number + 1)
+    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}" + tuples + b"K\x01s.")
+    begun_s = time.process_time()
+    for read in (files.read_head, files.read_checkpoint):
+        with pytest.raises(UserError, match=r"latest\.pt: "):
+            read(tmp_path / "latest.pt")
+    assert time.process_time() - begun_s < 10  # of 2**60 additions
+
+
+@pytest.mark.parametrize("year", [2106, 2108, 2500, 9999])
+def test_a_run_whose_clock_is_centuries_ahead_is_listed_and_resumed(workdir, monkeypatch, year):
+    real, ahead_s = time.time, (year - 2026) * 365.25 * 86400
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    assert run_here("--checkpoint_freq", "4") == 0
+    monkeypatch.setattr(time, "time", real)  # it is set right
+    _, *lines, _ = checkpoint_table(Path("checkpoints"))
+    assert [line.split()[-1] for line in lines] == ["complete"] * 4
+    assert run_here("--resume", "latest", "--max_steps", "10") == 0
+    newest = files.scan(Path("checkpoints"))[0]
+    assert (newest.path.name, newest.head.step) == ("latest.pt", 10)
+
+
+def test_a_time_that_only_a_made_file_has_ends_no_run(workdir):
+    assert run_here() == 0
+    checkpoint = load("checkpoints/latest.pt")
+    for saved_at in (2.0**40, 2.0**40 + 1, 2.0**41):
+        torch.save(checkpoint | {"saved_at": saved_at}, "checkpoints/latest.pt")
+        assert run_here("--resume", "latest", "--max_steps", "9") == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

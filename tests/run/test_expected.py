@@ -5,12 +5,14 @@ import math
 
 import pytest
 from conftest import folders, load, metrics, run_here
+from hypothesis import given
+from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import trained_with
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.run.expected import BAND, IN_A_ROW, Expected, Prediction, compared
+from steadygpt.run.expected import BAND, IN_A_ROW, LOSSES, Expected, Prediction, compared
 
 CURVE = [(10, 4.0), (1000, 1.0)]
 
@@ -31,6 +33,18 @@ def test_between_predicted_steps_the_loss_is_a_power_of_the_step():
 def test_before_the_first_predicted_step_there_is_no_band_and_beyond_the_last_one_that_of_the_last():
     assert expected().compare(9, 1e9) == ({}, "")
     assert expected().compare(10**6, 1.0) == expected().compare(1000, 1.0)
+
+
+@given(
+    st.dictionaries(st.integers(1, 2**62), st.floats(*LOSSES), min_size=1, max_size=5),
+    st.integers(0, 2**62),
+    st.floats(),
+)
+def test_no_prediction_ends_a_run(curve, step, loss):
+    """Every curve that read_json() accepts, at every step."""
+    band, _ = Expected(Prediction({}, sorted(curve.items()))).compare(step, loss)
+    assert bool(band) == (step >= min(curve))
+    assert all(math.isfinite(number) for number in band.values())
 
 
 @pytest.mark.parametrize("bad", [0.79, 1.21, math.nan, math.inf])
