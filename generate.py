@@ -90,7 +90,8 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """Draw one id per row of (B, V) logits; return (B, 1) int64."""
     if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
+    # Weights that diverge have such logits. A sample of them must not end a run.
+    logits = (logits / temperature).nan_to_num(nan=0.0, neginf=-torch.inf)
     if top_k:
         logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -76,6 +76,18 @@ def test_temperature_scales_the_logits_and_top_k_keeps_their_ratios():
     assert frequencies(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
 
 
+@pytest.mark.parametrize("logits", [
+    [math.nan] * 4, [math.inf, 1.0, math.nan, 2.0], [math.inf] * 4, [-math.inf, math.nan, 0.0, 1.0],
+    [1e38, -1e38, 0.0, 0.0],
+])  # fmt: skip
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
+def test_a_model_that_diverged_is_sampled_too(logits, top_k, temperature):
+    """On CUDA an exception there would also end the process."""
+    drawn = sample(torch.tensor([logits] * 9), temperature, top_k, torch.Generator().manual_seed(0))
+    assert drawn.shape == (9, 1) and ((drawn >= 0) & (drawn < 4)).all()
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_generate_keeps_the_mode_and_the_random_state(training):
     model, state = small(dropout=0.1).train(training), torch.get_rng_state()
