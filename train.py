@@ -47,7 +47,7 @@ from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, evaluating, profiled, seed
 from steadygpt.machine.digests import Corrupted, combined, compare_replicas
 from steadygpt.machine.gradient_sum import GradientSum
-from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined
+from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined, lost_rank
 from steadygpt.run.history import WITHOUT_TENSORS, open_data, open_history
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs
@@ -356,7 +356,7 @@ def run_to_end(run: Run) -> int:
         log.warn(f"step {run.state.step}: {reason}; {advice}", event="corruption")
         return 1
     except Exception as error:
-        reason = brief(error)
+        reason = lost_rank(error, config.timeout_minutes) or brief(error)
         raise
     finally:
         saves.wait_alone()

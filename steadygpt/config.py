@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from steadygpt.base.opening import read_file
+from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
 from steadygpt.base.typed import typed
@@ -412,7 +412,9 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
     try:
         if name in read_by:
             raise UserError("the file includes itself")
-        written = typed(tomllib.loads(read_file(path).decode()), dict[str, VALUE], "its content", "write NAME = VALUE")
+        written = typed(
+            tomllib.loads(read_file(path, LARGEST_JSON).decode()), dict[str, VALUE], "its content", "write NAME = VALUE"
+        )
         written.pop("description", "")  # which ./start_training.sh shows
         argv = [f"--{option}={value}" for option, value in written.items()]
         preset = _on_preset(read_flags(TrainConfig, argv, ABOUT), (*read_by, name))

@@ -189,6 +189,7 @@ def owner_of(path: Path) -> str:
 def lock_folder(folder: Path, advice: str) -> IO[str]:
     """Lock `folder` against other processes until this process ends or the returned file is closed."""
     lock = folder / ".lock"
+    is_new = not os.path.lexists(lock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open_to_write(lock, "a+")
@@ -211,7 +212,11 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
                 f"{lock}: {error.strerror}; it is the lock of {owner_of(lock)}, who has used the folder. When no run "
                 "uses it, remove the lock"
             ) from error
+        if error.errno == errno.ELOOP and lock.is_symlink():
+            raise UserError(f"{lock}: a link; expected none, since a run locks its own folder. Remove it") from error
         if error.errno in NO_LOCKS:
+            if is_new:
+                lock.unlink(missing_ok=True)
             raise UserError(
                 f"{lock}: cannot be locked ({error.strerror}); mount this file system with locks, or use a local disk"
             ) from error

@@ -15,6 +15,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
 
 LARGEST = 2**30  # bytes of a file that is read as a whole
+LARGEST_JSON = 2**25  # bytes; parsed, they take some thirty times as many
 
 
 def open_to_read(path: Path, at_most: int | None = None) -> io.BufferedReader:
@@ -29,7 +30,9 @@ def open_to_read(path: Path, at_most: int | None = None) -> io.BufferedReader:
     size = os.fstat(file.fileno()).st_size
     if at_most is not None and size > at_most:
         file.close()
-        raise UserError(f"{path}: {bytes_text(size)}; expected at most {bytes_text(at_most)}. Remove it")
+        raise UserError(
+            f"{path}: {bytes_text(size)}; expected at most {bytes_text(at_most)}. Move it away, or give another file"
+        )
     return file
 
 

@@ -30,7 +30,7 @@ OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.
 NO_THREAD = "can't start new thread|Resource temporarily unavailable"
 PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
 SECRETS = re.compile(  # in URLs
-    r"(://)[^/\s:@']*:[^/\s@']*(?=@)|([?&][\w-]*(?:token|key|secret|sig|signature|password|auth)=)[^&\s']+",
+    r"(://)[^\s@']+(?=@)|([?&][\w-]*(?:token|key|secret|sig|signature|pass|passwd|password|pwd|auth)=)[^&\s']+",
     re.IGNORECASE,
 )
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from steadygpt.base.opening import read_file
+from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import UserError
 
 Count = Annotated[int, 0]
@@ -23,7 +23,7 @@ NAMES |= {list: "a list", tuple: "a list", dict: "an object"}
 
 def read_json(path: Path, kind: Any, advice: str) -> Any:
     """Read a JSON file of a declared type, as typed(); FileNotFoundError if there is none."""
-    return parse_json(read_file(path), kind, path, advice)
+    return parse_json(read_file(path, LARGEST_JSON), kind, path, advice)
 
 
 def parse_json(text: str | bytes, kind: Any, name: object, advice: str) -> Any:

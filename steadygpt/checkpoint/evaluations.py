@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from steadygpt.base.opening import read_file
+from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.typed import parse_json
@@ -78,4 +78,4 @@ def parse_evaluations(content: bytes, name: object) -> Evaluations:
 def read_evaluations(folder: Path) -> Evaluations:
     """Return the evaluations in a folder, {} without the file."""
     path = folder / EVALUATIONS
-    return parse_evaluations(read_file(path), path) if path.exists() else {}
+    return parse_evaluations(read_file(path, LARGEST_JSON), path) if path.exists() else {}

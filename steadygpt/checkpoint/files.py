@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygpt.base.foreign import what_it_holds, what_it_is
-from steadygpt.base.opening import LARGEST, open_to_read, regular
+from steadygpt.base.opening import open_to_read, regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import bytes_text
@@ -46,6 +46,9 @@ ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
 MOST_PARTS = 2**12  # of a tuple
+LARGEST_PICKLE = 2**26  # bytes of what a file holds besides tensors, such as a tokenizer.json
+CONTAINERS = (b"}", b"]", b")")  # the codes that make an empty one; a text may have these bytes too
+MOST_CONTAINERS = 2**22
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
 # What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
@@ -359,9 +362,13 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
     try:
         with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
             [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            if archive.getinfo(name).file_size > LARGEST:
-                raise ValueError(f"{name} is larger than {bytes_text(LARGEST)}")
-            plain = _Plain(io.BytesIO(archive.read(name))).load()
+            member = archive.getinfo(name)
+            if member.file_size > LARGEST_PICKLE or member.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{name} is compressed, or larger than {bytes_text(LARGEST_PICKLE)}")
+            pickled = archive.read(name)
+            if sum(map(pickled.count, CONTAINERS)) > MOST_CONTAINERS:
+                raise ValueError(f"{name} has more than {MOST_CONTAINERS:,} containers")
+            plain = _Plain(io.BytesIO(pickled)).load()
             if only_plain:
                 return plain
             if bad := archive.testzip():  # torch.load does not verify the checksums

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from steadygpt.base.durable import fsync, replace_file
-from steadygpt.base.opening import open_to_write, read_file
+from steadygpt.base.opening import LARGEST_JSON, open_to_write, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
@@ -30,7 +30,7 @@ from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.checkpoint.evaluations import EVALUATIONS, content_of, merged, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
-from steadygpt.log.metrics import LOGS
+from steadygpt.log.metrics import LARGEST_LOG, LOGS
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.network.stores import Store
 
@@ -87,6 +87,8 @@ class Mirror:
         """Open the store with the credentials that are valid now."""
         self.store = Store(self.url, SILENCE_S)
         self.fs, self.folder = self.store.fs, self.store.path
+        if "file" in self.fs.protocol and Path(self.folder).exists() and not Path(self.folder).is_dir():
+            raise UserError(f"--mirror {self.url}: not a folder; give that of the mirror")
         self.fs.retries, self.fs.auto_mkdir = RETRIES, True
 
     def patiently(self, request: Callable[[], Result]) -> Result:
@@ -122,7 +124,7 @@ class Mirror:
 
     def read(self, name: str) -> bytes:
         if "file" in self.fs.protocol:  # a folder of this machine
-            return read_file(Path(self.folder, name))
+            return read_file(Path(self.folder, name), LARGEST_JSON if name.endswith(".json") else LARGEST_LOG)
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
@@ -193,7 +195,7 @@ class Mirror:
         for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
             stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                own = content = read_file(folder / name)  # taken once: the file may grow
+                own = content = read_file(folder / name, LARGEST_LOG)  # taken once: the file may grow
                 if self.has_other_logs and name in LOGS:
                     with suppress(FileNotFoundError):
                         there = self.read(name)

@@ -32,7 +32,7 @@ def _line(name: str, head: files.Head | None, size: int, state: str, evaluations
     found = vars(head) | evaluations.get(head.origin, {}).get(head.step, {}) if head else {}
     forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f", "core": ".4f"}
     shown = ["-" if found.get(key) is None else format(found[key], form) for key, form in forms.items()]
-    age = duration_text(time.time() - head.saved_at) if head else "-"
+    age = duration_text(max(0.0, time.time() - head.saved_at)) if head else "-"
     return _LINE(name, *shown, bytes_text(size), age, state)
 
 

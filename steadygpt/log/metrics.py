@@ -57,7 +57,7 @@ class LineFile:
     def __init__(self, path: Path):
         # In a copy that is made of hard links, the original keeps its own file.
         if path.exists() and path.stat().st_nlink > 1:
-            content = read_file(path)
+            content = read_file(path, LARGEST_LOG)
             replace_file(path, lambda file: file.write(content))
         self.file = open_to_write(path, "a+b")
         if end := self.file.seek(0, os.SEEK_END):

@@ -261,6 +261,17 @@ def launched_as() -> tuple[int, int]:
     return rank, world_size
 
 
+def lost_rank(error: Exception, timeout_minutes: float) -> str:
+    """Return what an exception of gloo says of another rank; "" for other exceptions."""
+    reason = str(error).partition("\n")[0]
+    if NO_ANSWER.search(reason):
+        found = f"no answer from another rank for {timeout_minutes:g} minutes (--timeout_minutes)"
+        return f"{found}; it hangs, all ranks were suspended, or its machine cannot be reached ({reason})"
+    if LOST.search(reason):
+        return f"lost another rank, whose output says why ({reason})"
+    return ""
+
+
 @contextmanager
 def joined(device_name: str, timeout_minutes: float = 10):
     """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
@@ -288,13 +299,9 @@ def joined(device_name: str, timeout_minutes: float = 10):
     try:
         yield ranks
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if world_size > 1 and NO_ANSWER.search(reason):
-            found = f"no answer from another rank for {timeout_minutes:g} minutes (--timeout_minutes)"
-            advice = "it hangs, all ranks were suspended, or its machine cannot be reached"
-            raise LostRankError(f"rank {rank}: {found}; {advice} ({reason})") from error
-        if world_size > 1 and LOST.search(reason):
-            raise LostRankError(f"rank {rank}: lost another rank, whose output says why ({reason})") from error
+        lost = lost_rank(error, timeout_minutes) if world_size > 1 else ""
+        if lost:
+            raise LostRankError(f"rank {rank}: {lost}") from error
         raise
     # Not after an exception: with NCCL this waits for all ranks, so the error would not be printed before the time-out.
     if dist.is_initialized():

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import socket
+import stat
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from steadygpt.base.opening import open_to_read
+from steadygpt.base.opening import open_to_read, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import read_json
@@ -30,6 +31,7 @@ SILENT_STEPS = 5
 COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 HEALTHY = ("running", "stopped", "finished")  # states
 
+LOCK_BYTES = 300
 LONGEST_LINE = 2**20  # bytes; a longer one is none of ours
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
@@ -136,15 +138,21 @@ def process_state(folder: Path, pid: int | None, heartbeat_s: float) -> str:
 
 
 def has_lock(process: psutil.Process, folder: Path) -> bool:
-    """Return whether a process has opened the lock of a folder."""
+    """Return whether a process has opened the lock of a folder, which has its number."""
+    lock = folder / ".lock"
     try:
-        lock = (folder / ".lock").stat()
+        found = lock.lstat()
+        number = read_file(lock, LOCK_BYTES).split()[:1]
         opened = [file.path for file in process.open_files()]
-    except OSError:
+    except (OSError, UserError):
+        return False
+    if number != [b"%d" % process.pid] or stat.S_ISLNK(found.st_mode):
         return False
     for path in opened:
         with suppress(OSError):
-            if os.path.samestat(Path(path).stat(), lock):
+            # A copy that is made of hard links has the same file under another name.
+            is_other_name = found.st_nlink > 1 and os.path.realpath(path) != os.path.realpath(lock)
+            if os.path.samestat(Path(path).stat(), found) and not is_other_name:
                 return True
     return False
 

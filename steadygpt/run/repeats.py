@@ -83,7 +83,7 @@ class Comparison:
     is_exact: bool = True  # equal starts compute the same bits
     steps: int = 0  # compared so far
     last: int = 0  # the last one of them
-    largest: float = 0.0  # relative difference so far
+    largest: dict[str, float] = field(default_factory=dict)  # relative difference so far, by number
     differs: str = ""  # the first step and number that differ by more than is usual
 
     def add(self, step: int, recorded: Record, measured: Mapping[str, float | None]) -> None:
@@ -105,26 +105,28 @@ class Comparison:
             new = now or 0.0
             difference = abs(new - old) / (max(abs(new), abs(old)) or 1.0)
             bound = bounds.get(name, 0.0)
-            if self.is_exact or difference > bound:
+            is_other_kind = (before is None) != (now is None)  # one of them is not finite
+            if self.is_exact or is_other_kind or difference > bound:
                 numbers = f"{json.dumps(now)}, but had {json.dumps(before)} before"
                 self.differs = f"repeated step {step:,} has {name} {numbers}"
-                if bound:
+                if bound and not (self.is_exact or is_other_kind):
                     self.differs += f", more than the {bound:g} (relative) that are usual without --deterministic"
                 return
-            self.largest = max(self.largest, difference)
+            self.largest[name] = max(self.largest.get(name, 0.0), difference)
 
     def result(self) -> str:
         """Return what was compared, and whether it is bit for bit the same; "" if nothing was."""
         if self.differs or not self.steps:
             return self.differs
-        numbers = "losses, gradient norms and learning rates"
         steps = self.last - self.first + 1
         repeated = f"repeated {counted(steps, 'step')}"
         if self.steps < steps:
             repeated += f", {self.steps:,} of them recorded"
         if not self.largest:
-            return f"{repeated}, bit for bit the same {numbers}"
-        return f"{repeated}, {numbers} within {self.largest:.1g} of those before (relative)"
+            return f"{repeated}, bit for bit the same losses, gradient norms and learning rates"
+        losses = f"losses within {self.largest.get('loss', 0):.1g}"
+        norms = f"gradient norms within {self.largest.get('grad_norm', 0):.1g}"
+        return f"{repeated}, {losses} and {norms} of those before (relative)"
 
 
 @dataclass

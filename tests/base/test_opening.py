@@ -43,7 +43,7 @@ OURS = r"""
     convert_hf.py: torch.save(content, file)    # an open file, or an object of ours
     steadygpt/checkpoint/saves.py: torch.save(checkpoint, file)
     steadygpt/checkpoint/files.py: zipfile.ZipFile(file)
-    steadygpt/checkpoint/files.py: _Plain(io.BytesIO(archive.read(name))).load()
+    steadygpt/checkpoint/files.py: _Plain(io.BytesIO(pickled)).load()
     steadygpt/checkpoint/files.py: load(self)
     steadygpt/data/shards.py: np.memmap(file, self.dtype, mode='r', offset=self.offset, shape=(self.num_tokens,))
     steadygpt/prepare/ids.py: zipfile.ZipFile(file)
@@ -109,7 +109,7 @@ def test_only_files_are_read_also_behind_links(folder):
     refused = "a pipe or a device; expected a file. Remove it, or give another path"
     assert {name: found.pop(name) for name in ("file", "link")} == dict.fromkeys(("file", "link"), b"content")
     assert {name: found.pop(name) for name in NO_FILES} == dict.fromkeys(NO_FILES, refused)
-    assert found.pop("sparse") == "1.1 TB; expected at most 1.07 GB. Remove it"
+    assert found.pop("sparse") == "1.1 TB; expected at most 1.07 GB. Move it away, or give another file"
     assert found.keys() == {"dangling", "folder"}  # errors of open()
     assert open_to_read(folder / "file").read() == b"content"
 

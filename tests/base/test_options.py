@@ -64,6 +64,8 @@ LIMIT = (
      "error: data/a: Permission denied; change its permissions, or give another path\n"),
     (KeyboardInterrupt(), 130, ""),
     (UserError("https://me:pw@host/x: no such file"), 2, "error: https://...@host/x: no such file\n"),
+    (UserError("'https://ghp_s3cret@host/x'"), 2, "error: 'https://...@host/x'\n"),
+    (UserError("s3://AK/se/cret:x@b/a?pwd=1"), 2, "error: s3://...@b/a?pwd=...\n"),
     (UserError("s3://b/a?X-Token=pw&v=1"), 2, "error: s3://b/a?X-Token=...&v=1\n"),
     (RuntimeError("can't start new thread"), 1, LIMIT),
     (BlockingIOError(11, "Resource temporarily unavailable"), 1, LIMIT),

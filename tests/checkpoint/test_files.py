@@ -58,6 +58,22 @@ def test_a_few_bytes_of_a_file_cannot_take_all_memory(tmp_path):
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("content", "how"), [
+    (b"}" * 2**23, zipfile.ZIP_STORED), (b"]" * 1000, zipfile.ZIP_DEFLATED), (bytes(2**27), zipfile.ZIP_STORED),
+], ids=["containers", "compressed", "large"])  # fmt: skip
+def test_what_stands_for_far_more_than_its_bytes_is_not_read(tmp_path, content, how):
+    with zipfile.ZipFile(tmp_path / "latest.pt", "w", how) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
+    tracemalloc.start()
+    for read in (files.read_head, files.read_checkpoint):
+        with pytest.raises(
+            UserError, match=r"corrupt \(archive/data\.pkl (is compressed|has more than 4,194,304 cont)"
+        ):
+            read(tmp_path / "latest.pt")
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
+
+
 @pytest.mark.parametrize("width", [2, 3, 100])
 @pytest.mark.parametrize("depth", [5, 20, 60])
 def test_a_few_bytes_of_a_file_cannot_take_all_time(tmp_path, width, depth):

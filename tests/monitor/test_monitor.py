@@ -48,7 +48,9 @@ LOCKS: list = []
 def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path:
     """Write the files of a run; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    LOCKS.append(open(folder / ".lock", "a"))
+    LOCKS.append(open(folder / ".lock", "w"))
+    LOCKS[-1].write(f"{os.getpid()} on a-host\n")
+    LOCKS[-1].flush()
     status = {**STATUS, "updated_at": time.time() - heartbeat_age_s, **changes}
     status["warnings"] = list(warnings)
     (folder / "status.json").write_text(json.dumps(status))
@@ -121,16 +123,26 @@ def test_state_names_the_reason_and_the_next_command():
 
 def test_state_of_a_process(tmp_path):
     now_s = time.time()
-    for folder in ("run", "copy"):
+    for folder in ("run", "copy", "made of links", "linked"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / ".lock").touch()
+    (tmp_path / "run/.lock").touch()
     with open(tmp_path / "run/.lock") as lock:
         process = subprocess.Popen(["sleep", "60"], stdin=lock)
+    (tmp_path / "run/.lock").write_text(f"{process.pid} on a-host\n")
+    (tmp_path / "copy/.lock").write_text(f"{process.pid} on a-host\n")
+    (tmp_path / "linked/.lock").symlink_to("../run/.lock")
     process_state = partial(watch.process_state, tmp_path / "run")
     try:
         assert process_state(process.pid, now_s) == "exists"
         assert process_state(process.pid, now_s - 60) == "gone"  # a different process with the same number
-        assert watch.process_state(tmp_path / "copy", process.pid, now_s) == "gone"
+        for other in ("copy", "linked"):
+            assert watch.process_state(tmp_path / other, process.pid, now_s) == "gone"
+        os.link(tmp_path / "run/.lock", tmp_path / "made of links/.lock")
+        assert watch.process_state(tmp_path / "made of links", process.pid, now_s) == "gone"
+        assert process_state(process.pid, now_s) == "exists"
+        (tmp_path / "run/.lock").write_text("1 on a-host\n")
+        assert process_state(process.pid, now_s) == "gone"  # it has the file of another one open
+        (tmp_path / "run/.lock").write_text(f"{process.pid} on a-host\n")
         assert watch.process_state(tmp_path, process.pid, now_s) == "gone"  # without a lock
         process.send_signal(signal.SIGSTOP)
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
