@@ -35,6 +35,9 @@ def check_own_files(folder: Path) -> None:
     for path in [*(folder / name for name in OWN_FILES), *folder.glob(f"{TENSORBOARD}/*")]:
         if path.is_symlink():
             raise UserError(f"{path}: a link; expected none, since a run writes into its own folder. Remove the link")
+    for name in (TENSORBOARD, WANDB):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(f"{folder / name}: expected a folder. Move it away")
     settings = folder / WANDB / "settings"
     if os.path.lexists(settings):
         raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
