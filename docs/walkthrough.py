@@ -32,6 +32,7 @@ from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run.capture import Capture
 
 REPO = Path(train.__file__).parent
 TEXTS = (
@@ -132,10 +133,10 @@ def show_save() -> None:
 
     in_saves = ((saves, name) for name in ("write_temporary", "link_file", "fsync_folder"))
     with contextlib.ExitStack() as stack:
-        for owner, name in ((train, "capture"), (RunLog, "flush"), *in_saves, (os, "replace")):
+        for owner, name in ((Capture, "content"), (RunLog, "flush"), *in_saves, (os, "replace")):
             stack.enter_context(recorded(owner, name))
         quietly(train.main, f"{FLAGS} --checkpoint_dir whole".split())
-    starts = [i for i, call in enumerate(calls) if call == "capture"]  # of steps 4, 8 and 12
+    starts = [i for i, call in enumerate(calls) if call == "content"]  # of steps 4, 8 and 12
     print("", *calls[starts[1] : starts[2]], sep="\n")
 
 

@@ -358,6 +358,11 @@ class TrainConfig(GPTConfig):
         """Return the number of micro-steps in a step."""
         return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
 
+    def with_micro_steps(self, count: int, world_size: int) -> "TrainConfig":
+        """Return the configuration with steps of so many micro-steps."""
+        tokens = self.mini_batch_size * self.context_length * world_size
+        return dataclasses.replace(self, total_batch_size=count * tokens)
+
     def virtual_ranks(self) -> int:
         """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""
         return math.gcd(self.rows_per_step // self.mini_batch_size, MAX_VIRTUAL_RANKS)

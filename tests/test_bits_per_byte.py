@@ -31,7 +31,7 @@ def run_on(tokens: list[int], tokenizer: str) -> train.Run:
     run = built(*flags, ranks=Ranks(torch.device("cpu")))
     # The last row of these shards is alone in its micro-batch of two, so the second row there must not count.
     assert run.config.mini_batch_size == 2 and val_of(run).rows_per_epoch % 2 == 1
-    return replace(run, tokenizer=get_tokenizer(tokenizer))
+    return replace(run, evaluation=replace(run.evaluation, tokenizer=get_tokenizer(tokenizer)))
 
 
 def val_of(run: train.Run) -> RowStream:
@@ -52,7 +52,7 @@ def test_of_a_uniform_prediction_they_are_log2_of_the_vocabulary_for_each_token(
     scored = [id for id in targets_of(run).tolist() if id != encoding.document_id]
     size = len(encoding.encoding.decode_bytes(scored))
     assert len(scored) < size / 2
-    found = train.validate(run, val_of(run))
+    found = run.evaluation.validate(val_of(run))
     assert found["val_bpb"] == pytest.approx(math.log2(50257) * len(scored) / size, rel=1e-6)
     assert found["val_loss"] == pytest.approx(math.log(50257), rel=1e-6)
 
@@ -66,7 +66,7 @@ def test_separators_count_in_the_loss_only():
         losses = F.cross_entropy(run.model(inputs).flatten(0, 1), targets_of(run), reduction="none").double()
     of_all, of_text = losses.mean().item(), losses[targets_of(run) != 256].mean().item()
     assert of_text != pytest.approx(of_all, rel=0.01)
-    found = train.validate(run, val_of(run))
+    found = run.evaluation.validate(val_of(run))
     assert found["val_loss"] == pytest.approx(of_all, rel=1e-5)
     assert found["val_bpb"] == pytest.approx(of_text / math.log(2), rel=1e-5)
 
@@ -78,16 +78,17 @@ def test_a_part_of_the_split_is_spread_over_it():
         run.model.wte.weight.mul_(30)  # so that losses differ
         losses = F.cross_entropy(run.model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none").mean(dim=1)
     assert len(rows) == 31
-    run = replace(run, config=replace(run.config, eval_tokens=5 * run.config.context_length))
+    plan = replace(run.plan, config=replace(run.config, eval_tokens=5 * run.config.context_length))
     expected = losses[[0, 6, 12, 18, 24]].mean().item()
     assert expected != pytest.approx(losses[:5].mean().item(), rel=0.005)
-    assert train.validate(run, val_of(run))["val_loss"] == pytest.approx(expected, rel=1e-5)
+    found = replace(run.evaluation, plan=plan).validate(val_of(run))
+    assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_of_bytes_they_are_the_loss_in_bits_and_without_bytes_they_are_left_out():
     run = run_on(list("".join(TEXTS).encode())[:500], "bytes")
-    found = train.validate(run, val_of(run))
+    found = run.evaluation.validate(val_of(run))
     assert found["val_bpb"] == pytest.approx(found["val_loss"] / math.log(2), rel=1e-6)
-    assert train.validate(replace(run, tokenizer=None), val_of(run)) == {"val_loss": found["val_loss"]}
+    assert replace(run.evaluation, tokenizer=None).validate(val_of(run)) == {"val_loss": found["val_loss"]}
     run = run_on([256] * 500, "bytes")
-    assert train.validate(run, val_of(run)).keys() == {"val_loss"}
+    assert run.evaluation.validate(val_of(run)).keys() == {"val_loss"}

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import train
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.machine.gradient_sum import GradientSum
@@ -50,7 +49,7 @@ def refused(*flags: str) -> str:
 
 
 def test_what_the_sums_depend_on_stays_fixed(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(train, "MEASURE_S", 0.1)
+    monkeypatch.setattr("steadygpt.run.measure.MEASURE_S", 0.1)
     assert run_here(*FOUR, "--mini_batch_size", "3", "--max_steps", "4") == 0  # 2 rows divide a step, and 2 processes
     assert (
         "same bits    on 1 or 2 processes of 1 thread each, because a step has 2 micro-batches\n"

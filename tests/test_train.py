@@ -3,17 +3,34 @@
 import gzip
 import json
 import math
+import os
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import FSDP, MODERN, evaluations, folders, load, metrics, run_here, write_data, write_examples
+from conftest import (
+    FSDP,
+    MODERN,
+    evaluations,
+    folders,
+    in_ranks,
+    load,
+    metrics,
+    run_here,
+    scalars,
+    write_data,
+    write_examples,
+)
 
 import train
+from evaluation import Evaluation
+from guard import Guard
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
+from steadygpt.log import runlog
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
@@ -165,9 +182,25 @@ def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup,
     assert f"; warm-up {warmup} step{'s' * (warmup != 1)}\n" in capsys.readouterr().out
 
 
+def train_with_a_metric(folder: Path) -> int:
+    """Train with a metric of one's own, as docs/hacking.md says: its value is 1 on rank 0 and 2 on rank 1."""
+    os.chdir(folder)
+    update = Guard.update
+    Guard.update = lambda self, *args: update(self, *args, mine=torch.tensor(1.0 + self.ranks.rank))
+    runlog.STEP_FORMS["mine"] = "mine {:.1f}"
+    return run_here("--max_steps", "3", "--use_tensorboard")
+
+
+def test_a_metric_of_ones_own_is_in_every_log_as_the_mean_of_the_ranks(workdir):
+    in_ranks(2, train_with_a_metric, workdir)
+    assert metrics("checkpoints", "mine") == dict.fromkeys(range(3), 1.5)
+    assert scalars("checkpoints/tensorboard")["train/mine"] == dict.fromkeys(range(3), 1.5)
+    assert Path("checkpoints/log.txt").read_text().count(" | mine 1.5 | ") == 3
+
+
 def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatch):
-    validate = train.validate
-    monkeypatch.setattr(train, "validate", lambda *args: time.sleep(1) or validate(*args))
+    validate = Evaluation.validate
+    monkeypatch.setattr(Evaluation, "validate", lambda *args: time.sleep(1) or validate(*args))
     assert run_here("--eval_freq", "4", "--max_steps", "5") == 0
     assert metrics("checkpoints", "step_ms")[4] < 1000
 

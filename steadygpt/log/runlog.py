@@ -88,7 +88,7 @@ class RunLog:
             facts: for status.json, besides the numbers.
         """
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
-            shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers[name] is not None]
+            shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers.get(name) is not None]
             place = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
             line = " | ".join([place, *shown, f"{(step + 1) / self.max_steps:.1%}", f"ETA {duration_text(left_s)}"])
             self._record("train", step, numbers, line)

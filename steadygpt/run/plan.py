@@ -3,14 +3,14 @@
 import math
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dataloader import RowStream
+from dataloader import BatchLoader, Rows, RowStream
 from model import GPT, new_model
 from steadygpt import version_text
 from steadygpt.base.disk import existing
@@ -60,6 +60,11 @@ class Plan:
     data: Data
     sketch: GPT  # on the meta device
     ranks: Ranks
+
+    def batches(self, rows: Rows, steps: Iterable[range]) -> BatchLoader:
+        """Return this rank's batches of the rows of steps."""
+        ranks = self.ranks
+        return BatchLoader(rows, steps, self.config.mini_batch_size, ranks.device, ranks.rank, ranks.world_size)
 
     def lines(self) -> list[str]:
         """Return the plan in words, a line for each subject."""

@@ -5,7 +5,7 @@ import shlex
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -37,6 +37,7 @@ class StepResult:
     spike: bool  # loss_z is above --spike_z
     bad: bool  # loss or gradient is not finite, and fp16 is not the reason
     updated: bool  # False: weights and optimizer are unchanged
+    metrics: Mapping[str, float] = field(default_factory=dict)  # further ones, of all ranks
 
     def warning(self, checkpoint_dir: str) -> str:
         """Return a warning about the step; "" if there is none."""
@@ -61,6 +62,7 @@ def judge(
     loss: float,
     grad_norm: float,
     loss_scale: float | None,
+    metrics: Mapping[str, float] = {},
 ) -> StepResult:
     """Decide whether a step's update is applied, by its loss and gradient norm, which are the same on every rank.
 
@@ -80,7 +82,7 @@ def judge(
         loss_z = (loss - mean) / max(std, SMALLEST_STD)
     spike = config.spike_z > 0 and loss_z > config.spike_z
     updated = finite and not (spike and config.skip_spikes)
-    return StepResult(step, rows, lr, loss, grad_norm, loss_z, finite, spike, bad, updated)
+    return StepResult(step, rows, lr, loss, grad_norm, loss_z, finite, spike, bad, updated, metrics)
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Results:
             "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9,
             "epoch": self.schedule.epochs(row),
             "digest": self.digests.pop(result.step, None),
+            **result.metrics,
         }
         cost_left = None if is_first else self.cost(left_s)
         facts = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": row * self.config.context_length}

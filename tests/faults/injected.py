@@ -43,7 +43,7 @@ def around_step(
     def wrapped_step(run, batches):
         step = run.state.step
         if before:
-            before(step, run.stop)
+            before(step, run.guard.stop)
         wrapped = SimpleNamespace(next=lambda: next_batch(step, batches)) if next_batch else batches
         result = train_step(run, wrapped)  # raises Stopped when interrupted
         if after:

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from injected import flip_bit
 
-import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.machine import digests
 from steadygpt.machine.digests import digest, in_minority
+from steadygpt.run import capture
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50)
 FLAGS = tuple("--check_steps 2 --total_batch_size 256 --max_steps 12 --checkpoint_freq 5 --steps_per_epoch 99".split())
@@ -131,12 +131,12 @@ def test_a_copy_to_the_host_that_differs_is_not_saved(workdir, monkeypatch, caps
 
 def test_a_weight_that_changes_on_its_way_to_the_device_is_refused(workdir, monkeypatch):
     assert run_here(*FLAGS) == 0
-    fill = train.fill
+    fill = capture.fill
 
     def flipping(model, weight, ranks):
         fill(model, weight, ranks)
         model.wte.weight.detach().view(torch.int32)[0] ^= 1
 
-    monkeypatch.setattr(train, "fill", flipping)
+    monkeypatch.setattr(capture, "fill", flipping)
     with pytest.raises(UserError, match=r"latest\.pt: wte\.weight changed on the way to (cpu|cuda:0); its memory or"):
         run_here("--resume", "latest", *FLAGS, "--max_steps", "14")

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from model import GPT
 from steadygpt.base.text import duration_text
 from steadygpt.config import PRESETS, TrainConfig
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run import measure
 from steadygpt.run import plan as forecasts
 from steadygpt.run.plan import work_per_token
 
@@ -39,23 +39,12 @@ def forecast(config=CONFIG, step=0, val_rows=0, step_s=None, precision="bf16") -
     return forecasts.forecast(plan, step_s)
 
 
-@dataclasses.dataclass
-class Measured:
-    """What measure() needs of a run."""
-
-    config: TrainConfig
-    ranks: Ranks = dataclasses.field(default_factory=lambda: Ranks(torch.device("cpu")))
-    log: Mock = dataclasses.field(default_factory=Mock)
-    training_batches: Mock = dataclasses.field(default_factory=Mock)
-
-
 class Machine:
     """A machine on which a step takes `update_s`, and `micro_step_s` for each micro-step; the first one compiles."""
 
     def __init__(self, update_s: float, micro_step_s: float, monkeypatch):
         self.update_s, self.micro_step_s, self.now_s, self.taken = update_s, micro_step_s, 0.0, []
-        monkeypatch.setattr(train.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(train, "train_step", lambda run, batches: self.take(run.config))
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now_s)
 
     def take(self, config: TrainConfig) -> None:
         micro_steps = config.grad_accum_steps(world_size=1)
@@ -70,7 +59,7 @@ def test_step_is_computed_from_shorter_steps(micro_steps, update_s, micro_step_s
     machine = Machine(update_s, micro_step_s, monkeypatch)
     expected_s = update_s + micro_steps * micro_step_s
     config = TrainConfig(mini_batch_size=1, context_length=8, total_batch_size=8 * micro_steps)
-    assert train.measure(Measured(config)) == pytest.approx(expected_s)
+    assert measure.seconds_per_step(config, Ranks(torch.device("cpu")), machine.take) == pytest.approx(expected_s)
     assert max(machine.taken) <= micro_steps
     assert machine.now_s < 60 + 200  # also where a micro-step takes half a minute
 
@@ -130,7 +119,7 @@ def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdi
 
 
 def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(train, "MEASURE_S", 0.1)
+    monkeypatch.setattr(measure, "MEASURE_S", 0.1)
     run_here("--max_steps", "3")
     before = sorted(workdir.rglob("*"))
     measured = ("--max_steps", "1000", "--dry_run", "measure", "--gpu_hour_cost", "1")

@@ -1,0 +1,143 @@
+"""Validation, tasks and samples of a run, on every rank.
+
+An evaluation restores the model's mode. It may use random numbers, because each step seeds its own.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from dataloader import RowStream, Spread
+from generate import sample_texts
+from hellaswag_eval import Suite
+from model import GPT
+from steadygpt.checkpoint.files import TrainState
+from steadygpt.checkpoint.saves import Saves
+from steadygpt.data.tokenizer import Tokenizer
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.device import autocast, evaluating
+from steadygpt.machine.ranks import StopSignal
+from steadygpt.run.plan import Plan, validation_rows
+from steadygpt.run.starts import epochs_of_sources
+from steadygpt.run.summary import validation_text
+
+SAMPLE_TOKENS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The evaluations of a run."""
+
+    plan: Plan
+    model: GPT  # with the weights
+    forward: nn.Module  # the same model after compile and DDP
+    tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
+    suites: list[tuple[int, Suite]]  # of tasks to score, each with the steps between two evaluations
+    stop: StopSignal
+    log: RunLog
+    saves: Saves
+
+    def run(self, state: TrainState, everything: bool, save: Callable[[], object]) -> bool:
+        """Run the evaluations that are due after a step: validation, tasks, a sample; or all of them.
+
+        Returns: whether any was due.
+
+        Args:
+            save: saves the run, for a model that is the best so far.
+
+        Raises: Stopped.
+        """
+        config = self.plan.config
+
+        def due(freq: int) -> bool:
+            return freq > 0 and (everything or (state.step > 0 and state.step % freq == 0))
+
+        if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.core_freq, config.sample_freq))):
+            return False
+        self.log.note(doing="evaluating")
+        if due(config.eval_freq) and self.plan.data.val_sets:
+            self._validate_all(state, save)
+        for freq, suite in self.suites:
+            if due(freq):
+                with self._autocast():
+                    scores, text = suite.scored(self.model, self.plan.ranks, self.stop.check)
+                self.log.evaluation(state.step, text, **scores)
+                self.saves.evaluated(state, scores, save)
+        if due(config.sample_freq) and self.tokenizer:
+            generator = torch.Generator(self.plan.ranks.device).manual_seed(config.seed + state.step)
+            prompt = config.sample_prompt
+            with self._autocast():
+                texts = sample_texts(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, generator, top_k=50)
+            self.log.text(state.step, texts[0])
+        return True
+
+    def _validate_all(self, state: TrainState, save: Callable[[], object]) -> None:
+        sets = {val.shards.name: self.validate(val.rows) for val in self.plan.data.val_sets}
+        scores = {**next(iter(sets.values()))}  # the first set decides
+        if len(sets) > 1:
+            for name, of_set in sets.items():
+                scores |= {f"{key}/{name}": score for key, score in of_set.items()}
+        epochs = epochs_of_sources(self.plan.data, self.plan.starts, state.rows_consumed)
+        best = self.saves.evaluated(state, scores, save)
+        text = validation_text(sets, best, epochs)
+        band: dict[str, float] = {}
+        warning = ""
+        if self.plan.expected:
+            band, warning = self.plan.expected.compare(state.step, scores["val_loss"])
+        if band:
+            text += " | expected {expected_low:.4f} to {expected_high:.4f}".format_map(band)
+        self.log.note(**band)
+        epochs = {f"epoch/{name}": epoch for name, epoch in epochs.items()}
+        self.log.evaluation(state.step, text, **scores, **band, **epochs)
+        if warning:
+            self.log.warn(warning, event="off course")
+        self.log.tell("histograms", state.step, self.model)
+
+    def validate(self, val: RowStream) -> dict[str, float]:
+        """Return the loss (val_loss) and the bits per byte (val_bpb) of a validation set, of rows spread over it.
+
+        They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
+        are left out if no bytes are known.
+
+        Raises: Stopped.
+        """
+        config, ranks = self.plan.config, self.plan.ranks
+        B = config.mini_batch_size
+        rows = validation_rows(config, val, len(self.plan.data.val_sets))
+        rows_per_rank = math.ceil(rows / (B * ranks.world_size)) * B
+        bytes_of_token = self._bytes_of_token()
+        one_step = [range(rows_per_rank * ranks.world_size)]
+        sums = []
+        batches = self.plan.batches(Spread(val, rows), one_step)
+        with closing(batches), evaluating(self.forward), self._autocast():
+            for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
+                self.stop.check()
+                inputs, targets = batches.next()
+                losses = self.forward(inputs, targets, reduction="none")  # (B, T)
+                sizes = bytes_of_token[targets]
+                end = max(0, rows - first)
+                losses[end:] = 0  # not cut from the inputs: a new shape would recompile the model
+                sizes[end:] = 0
+                sums.append(torch.stack([losses.sum(), losses.where(sizes > 0, 0).sum(), sizes.sum()]))
+        sums_of_ranks = ranks.gather(torch.stack(sums).tolist())
+        loss, nats, size = map(math.fsum, zip(*chain.from_iterable(sums_of_ranks), strict=True))  # rounded once
+        scores = {"val_loss": loss / (rows * config.context_length)}
+        if size:
+            scores["val_bpb"] = nats / (math.log(2) * size)
+        return scores
+
+    def _bytes_of_token(self) -> torch.Tensor:
+        """Return how many bytes each id stands for, 0 for special tokens and padding, (padded_vocab_size,) int64."""
+        num_bytes = torch.zeros(0, dtype=torch.int64)
+        if self.tokenizer:
+            num_bytes = torch.from_numpy(self.tokenizer.num_bytes)
+        padding = self.model.config.padded_vocab_size - len(num_bytes)
+        return nn.functional.pad(num_bytes, (0, padding)).to(self.plan.ranks.device)
+
+    def _autocast(self):
+        return autocast(self.plan.ranks.device, self.plan.config.precision)

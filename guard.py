@@ -1,0 +1,119 @@
+"""What keeps a training step reliable: stops, seeds, sums over ranks, bad steps and skipped updates.
+
+train_step() in train.py is the step; nothing here needs to change for another loss, optimizer or metric.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dataloader import BatchLoader
+from model import GPT
+from steadygpt.checkpoint.files import TrainState
+from steadygpt.config import TrainConfig
+from steadygpt.machine import parallel
+from steadygpt.machine.device import seed
+from steadygpt.machine.gradient_sum import GradientSum
+from steadygpt.machine.ranks import Ranks, StopSignal
+from steadygpt.run.results import StepResult, judge
+
+
+@dataclass(eq=False)
+class Guard:
+    """Stands around each step: batches() begins it, and update() ends it.
+
+    The gradients of a step are the mean over its micro-batches on all ranks.
+    """
+
+    config: TrainConfig
+    ranks: Ranks
+    model: GPT  # with the weights
+    forward: nn.Module  # the same model after compile and DDP
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
+    gradient_sum: GradientSum | None  # with --deterministic
+    stop: StopSignal
+    state: TrainState
+    losses: list[Tensor] = field(default_factory=list)  # of the micro-batches of this step on this rank
+
+    def batches(self, batches: BatchLoader) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and targets of this rank's micro-batches of the next step, each (B, T) int64.
+
+        Raises: Stopped on all ranks together; the weights are unchanged.
+        """
+        micro_steps = self._micro_steps()
+        self._zero_gradients()
+        self.losses = []
+        for micro_step in range(micro_steps):
+            self.stop.check()
+            # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
+            micro_batch = self.ranks.rank * micro_steps + micro_step
+            seed(self.ranks.device, ((self.config.seed * 1_000_003 + self.state.step) * 65_537 + micro_batch) % 2**63)
+            with parallel.gradient_sync(self.forward, last=micro_step == micro_steps - 1):
+                yield batches.next()
+            if self.gradient_sum:
+                self._end_virtual_rank(self.gradient_sum, micro_step + 1)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the mean loss of a micro-batch, a scalar."""
+        self.losses.append(loss.detach())
+        # DDP and FSDP average the gradients over the ranks.
+        micro_batches = self._micro_steps()
+        if self.gradient_sum:
+            micro_batches *= self.ranks.world_size
+        self.scaler.scale(loss / micro_batches).backward()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients to a norm, 0 for none, and return the norm before, a scalar of all ranks."""
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
+        self.scaler.update()
+        return parallel.full_tensor(norm)
+
+    def update(self, lr: float, grad_norm: Tensor, **metrics: Tensor) -> StepResult:
+        """End the step: update the weights, unless loss or gradient forbid it, and count the step.
+
+        Args:
+            metrics: scalars of this rank. Their means over the ranks are logged with the step.
+        """
+        means = [self.ranks.mean(torch.stack(self.losses))]
+        means += [self.ranks.mean(metric.detach().reshape(1)) for metric in metrics.values()]
+        # All numbers are of all ranks, so all ranks make the same decision when one of them has a NaN or a spike.
+        numbers = torch.stack([grad_norm, *means])
+        norm, loss, *values = numbers.tolist()  # the host waits for the device, once a step
+        rows = self.config.step_at(self.state.rows_consumed)
+        result = judge(
+            self.config,
+            self.state.recent_losses,
+            step=self.state.step,
+            rows=rows,
+            lr=lr,
+            loss=loss,
+            grad_norm=norm,
+            loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            metrics=dict(zip(metrics, values, strict=True)),
+        )
+        if result.updated:
+            self.optimizer.step()  # in place of scaler.step(), which knows only of overflows
+        self.state.step += 1
+        self.state.rows_consumed = rows.stop
+        return result
+
+    def _micro_steps(self) -> int:
+        return self.config.grad_accum_steps(self.ranks.world_size)
+
+    def _zero_gradients(self) -> None:
+        # Gradients that are views (of DDP's buckets or of GradientSum) are set to zero in place.
+        has_views = self.gradient_sum is not None or isinstance(self.forward, DistributedDataParallel)
+        self.optimizer.zero_grad(set_to_none=not has_views)
+
+    def _end_virtual_rank(self, gradient_sum: GradientSum, micro_steps: int) -> None:
+        """Sum the gradients of a virtual rank after its last one of so many micro-steps."""
+        virtual_ranks = self.config.virtual_ranks() // self.ranks.world_size
+        micro_steps_of_each = self._micro_steps() // virtual_ranks
+        if micro_steps % micro_steps_of_each == 0:
+            gradient_sum.end_virtual_rank(micro_steps // micro_steps_of_each - 1, virtual_ranks)

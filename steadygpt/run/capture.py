@@ -1,0 +1,97 @@
+"""What a checkpoint holds of a run: captured for a save, and restored."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from model import GPT
+from steadygpt.base.options import UserError
+from steadygpt.base.text import some
+from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, trained_with
+from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
+from steadygpt.machine.digests import combined, compare_replicas
+from steadygpt.run.history import WITHOUT_TENSORS
+from steadygpt.run.plan import Plan
+from steadygpt.run.results import Results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Captures the content of checkpoints."""
+
+    plan: Plan
+    model: GPT  # with the weights
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    state: TrainState
+    results: Results
+    host_copy: HostCopy  # the memory that weights and optimizer state are copied to
+
+    def check_replicas(self) -> dict[str, int]:
+        """Compare the ranks that should have the same weights and optimizer state; return the digests of the whole.
+
+        The step's record has one digest of them, which a repeated step is compared with.
+
+        Raises: Corrupted.
+        """
+        ranks = self.plan.ranks
+        digests = compare_replicas(self.model, self.optimizer, ranks, self.plan.config.shards(ranks.world_size))
+        self.results.digests[self.state.step] = combined(digests)
+        return digests
+
+    def content(self) -> dict:
+        """Copy a checkpoint's content to rank 0's host memory, on all ranks; it is valid until the next call.
+
+        Raises: Corrupted.
+        """
+        digests = self.check_replicas()
+        return {
+            "format_version": FORMAT_VERSION,
+            **asdict(self.state),
+            **self.host_copy.copy(self.model, self.optimizer),
+            "elapsed_s": self.state.total_s(),
+            "scaler": self.scaler.state_dict(),
+            "model_config": asdict(self.model.config),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "epoch": self.plan.schedule.epochs(self.state.rows_consumed),
+            "data_fingerprint": self.plan.fingerprint,
+            "starts": self.plan.starts,
+            "digests": digests,
+            **self.plan.data.tokenizer_record._asdict(),
+        }
+
+
+def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:
+    """Load what a checkpoint holds. With --init_from load only weights; otherwise draw new ones."""
+    config, history, ranks = plan.config, plan.history, plan.ranks
+    checkpoint = history.checkpoint
+    saved = checkpoint or history.weights
+    if saved:
+        fill(model, saved["model"].__getitem__, ranks)
+    else:
+        torch.manual_seed(config.seed)
+        fill(model, model.initial_weight, ranks)
+    if checkpoint and not config.eval_only:
+        restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
+        if checkpoint["scaler"]:
+            scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
+        # Of what is now on the device: under FSDP, a rank has only its shards.
+        on_device = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))
+        expected = checkpoint["digests"]
+        changed = [name for name, number in on_device.items() if expected.get(name, number) != number]
+        if changed:
+            raise UserError(
+                f"{history.path}: {', '.join(some(changed, 'tensor'))} changed on the way to {ranks.device}; "
+                "its memory or the host's is wrong. Resume on another machine"
+            )
+    state = TrainState()
+    if checkpoint:
+        state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
+        before, now = history.starts[-1], plan.starts[-1]
+        if trained_with(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
+            state.bad_steps = 0  # these count only steps of one batch size and mixture
+    if saved:  # unmap the file: later saves replace it, and the disk has its space back
+        saved |= WITHOUT_TENSORS
+    if history.is_fork:  # the best model is in the other folder
+        state.best_val_loss = None
+    return state
