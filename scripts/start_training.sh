@@ -38,7 +38,9 @@ echo "+$(printf ' %q' "${command[@]}")"
 "${command[@]}" --dry_run
 [ -z "$preset" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: " || { echo; echo "nothing was started"; exit 1; }
 mkdir -p "$folder"
-[ ! -L "$folder/console.txt" ] || { echo "error: $folder/console.txt: a link; expected a file. Remove the link" >&2; exit 2; }
+if [ -L "$folder/console.txt" ] || { [ -e "$folder/console.txt" ] && [ ! -f "$folder/console.txt" ]; }; then
+    echo "error: $folder/console.txt: a link or a pipe; expected a file. Remove it" >&2; exit 2
+fi
 exec 3<> "$folder/console.txt"
 cat <&3 > /dev/null  # skip what earlier starts printed
 before=$(cat "$folder/status.json" 2>/dev/null || true)

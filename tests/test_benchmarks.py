@@ -41,8 +41,9 @@ QUICK += [Row("fast", name, 300, f"-m benchmarks.{name} {flags}") for name, flag
 NOT_RUN = {"monitor_picture", "quickstart_curve", "nanochat_run", "compare", "gpu_suite", "picture"}
 
 
-@pytest.mark.storm
-@pytest.mark.parametrize("row", QUICK, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [
+    pytest.param(row, marks=() if "checkpoint_cost" in row.command else pytest.mark.storm, id=row.name) for row in QUICK
+])  # fmt: skip
 def test_each_benchmark_runs_at_its_smallest_setting(row, monkeypatch, tmp_path):
     [text] = run_suite(monkeypatch, tmp_path, [row], *["--quick"] * bool(row.quick)).values()
     assert not re.match("failed|no time", text), text

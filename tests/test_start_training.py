@@ -144,6 +144,17 @@ def test_a_run_that_ends_at_its_start_shows_its_output_and_its_status(script):
     assert Path("run/console.txt").read_text().startswith("of an earlier start\noutput of")
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_output_goes_into_a_file_of_the_folder_only(script, tmp_path, kind):
+    Path("run").mkdir()
+    Path("victim").write_text("mine\n")
+    Path("run/console.txt").symlink_to("../victim") if kind == "link" else os.mkfifo("run/console.txt")
+    done = run(script, "--checkpoint_dir", "run")
+    line = "error: run/console.txt: a link or a pipe; expected a file. Remove it"
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (2, [line])
+    assert Path("victim").read_text() == "mine\n"
+
+
 def test_a_folder_in_which_a_run_is_training_is_refused(script):
     with lock_folder(Path("run"), "busy"):
         done = run(script, "--checkpoint_dir", "run")
