@@ -1,5 +1,6 @@
 """The learning rate, the names under which a step is saved, and the length of a run in its records."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -7,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import load, run_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import Schedule
 
@@ -38,6 +42,33 @@ def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_thei
 def test_no_epoch_ends_before_the_first_step_of_two_epochs():
     schedule = Schedule(FOUR_ROWS, rows_per_epoch=2)
     assert [schedule.tiers(step, 4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([*SCHEDULES]), st.floats(0, 1), st.integers(0, 20), st.sampled_from(["steps", "epochs"]),
+    st.integers(1, 40), st.floats(0.1, 3),
+)  # fmt: skip
+def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown, warmup, length, count, factor):
+    config = TrainConfig(
+        context_length=16, total_batch_size=64, schedule=schedule, cooldown=cooldown, warmup_steps=warmup,
+        max_steps=50 + count if length == "steps" else 0, num_epochs=count,
+    )  # fmt: skip
+    rows_per_epoch = 400
+    settled = replace(config, max_steps=config.last_step(0, 0, rows_per_epoch))
+    other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
+    for step in range(0, settled.max_steps + 1, 7):
+        start = {"options": dataclasses.asdict(config), "decisions": {}, "step": 0, "row": 0}
+        checkpoint = {"step": step, "lr": 0.0, "starts": [start]}
+        lines = [line for line in Schedule(settled, rows_per_epoch).notes(checkpoint) if line.startswith("lr ")]
+        assert not lines, (step, lines)
+        changed = Schedule(other, rows_per_epoch)
+        before, now = (schedule.learning_rate(step) for schedule in (Schedule(settled), changed))
+        said = [line.split()[1] for line in changed.notes(checkpoint) if line.startswith("lr ")]
+        expected = []
+        if step >= max(1, warmup) and not 0.9 * before <= now <= 1.1 * before:
+            expected = ["rises" if now > before else "falls"]
+        assert said == expected
 
 
 def test_the_number_of_steps_that_the_epochs_give_is_recorded(workdir):
