@@ -3,25 +3,40 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from steadygpt.base.options import shown_options
 from steadygpt.config import TrainConfig
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 FOLDER = "tensorboard"  # in the run's folder
+EVENTS = "events.out.tfevents.*"
 HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
 
 
-def wait_for_a_later_name(folder: Path) -> None:
-    """Wait until the events of this start sort after those of starts before, at most a second.
+def open_writer(folder: Path, start_step: int) -> "SummaryWriter":
+    """Open a file of events that sorts after those of the starts before.
 
     TensorBoard reads files of events in the order of their names. Those begin with the second; host, process and a
-    counter follow, which do not grow from start to start ("9" sorts after "10"). Read in the wrong order, the older
-    file would hide the newer one.
+    count follow, which do not grow from start to start ("9" sorts after "10"). Read in the wrong order, the older file
+    would hide the newer one, so a start in the same second may have to wait for the next one.
     """
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010}.*")):
-        time.sleep(0.02)
+    from torch.utils.tensorboard import SummaryWriter
+
+    while True:
+        before = {*folder.glob(EVENTS)}
+        writer = SummaryWriter(str(folder), purge_step=start_step)
+        [own] = {*folder.glob(EVENTS)} - before
+        same_second = [path.name for path in before if path.suffixes[:3] == own.suffixes[:3]]
+        if own.name > max(same_second, default=""):
+            return writer
+        writer.close()
+        own.unlink()
+        time.sleep(0.1)
 
 
 class TensorBoard:
@@ -31,12 +46,9 @@ class TensorBoard:
     """
 
     def __init__(self, config: TrainConfig, start_step: int):
-        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        folder = Path(config.checkpoint_dir, FOLDER)
-        wait_for_a_later_name(folder)
-        self.writer = SummaryWriter(str(folder), purge_step=start_step)
+        self.writer = open_writer(Path(config.checkpoint_dir, FOLDER), start_step)
         self.flush, self.close = self.writer.flush, self.writer.close
         options = {name: value for name, value in shown_options(config).items() if value != ""}
         for summary in hparams(options, {"eval/val_loss": None, "train/loss": None}):
