@@ -55,9 +55,10 @@ class Rows:
         """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
         T, rows = self.context_length, np.empty((count, self.context_length + 1), np.int64)
         shards, firsts = self.find(start, count)
-        for number in set(shards.tolist()):
+        numbers = shards.tolist()
+        for number in set(numbers):
             self.shards[number].check_whole()
-        for i, (shard, first) in enumerate(zip(shards.tolist(), firsts.tolist(), strict=True)):
+        for i, (shard, first) in enumerate(zip(numbers, firsts.tolist(), strict=True)):
             rows[i] = self.shards[shard].tokens()[first : first + T + 1]
         return rows
 

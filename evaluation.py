@@ -20,7 +20,7 @@ from steadygpt.checkpoint.files import TrainState
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.data.tokenizer import Tokenizer
 from steadygpt.log.runlog import RunLog
-from steadygpt.machine.device import autocast, evaluating
+from steadygpt.machine.device import evaluating
 from steadygpt.machine.ranks import StopSignal
 from steadygpt.run.plan import Plan, validation_rows
 from steadygpt.run.starts import epochs_of_sources
@@ -64,14 +64,14 @@ class Evaluation:
             self._validate_all(state, save)
         for freq, suite in self.suites:
             if due(freq):
-                with self._autocast():
+                with self.plan.autocast():
                     scores, text = suite.scored(self.model, self.plan.ranks, self.stop.check)
                 self.log.evaluation(state.step, text, **scores)
                 self.saves.evaluated(state, scores, save)
         if due(config.sample_freq) and self.tokenizer:
             generator = torch.Generator(self.plan.ranks.device).manual_seed(config.seed + state.step)
             prompt = config.sample_prompt
-            with self._autocast():
+            with self.plan.autocast():
                 texts = sample_texts(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, generator, top_k=50)
             self.log.text(state.step, texts[0])
         return True
@@ -114,7 +114,7 @@ class Evaluation:
         one_step = [range(rows_per_rank * ranks.world_size)]
         sums = []
         batches = self.plan.batches(Spread(val, rows), one_step)
-        with closing(batches), evaluating(self.forward), self._autocast():
+        with closing(batches), evaluating(self.forward), self.plan.autocast():
             for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
                 self.stop.check()
                 inputs, targets = batches.next()
@@ -138,6 +138,3 @@ class Evaluation:
             num_bytes = torch.from_numpy(self.tokenizer.num_bytes)
         padding = self.model.config.padded_vocab_size - len(num_bytes)
         return nn.functional.pad(num_bytes, (0, padding)).to(self.plan.ranks.device)
-
-    def _autocast(self):
-        return autocast(self.plan.ranks.device, self.plan.config.precision)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ from steadygpt.data.tokenizer import tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, profiled
+from steadygpt.machine.device import profiled
 from steadygpt.machine.digests import Corrupted
 from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined, lost_rank
@@ -87,7 +86,7 @@ class Run:
         return self.plan.ranks
 
     def autocast(self):
-        return autocast(self.ranks.device, self.config.precision)
+        return self.plan.autocast()
 
     def training_batches(self) -> BatchLoader:
         """Return this rank's batches from the next step on."""
@@ -138,20 +137,29 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     identities = plan.starts[-1]["sources"]
     streams = {identities[shards.name][1]: stream for shards, stream, _ in data.sources}
     results = Results(config, ranks, plan.schedule, state, log, plan.sketch.flops_per_token(), repeats)
-    of_model: dict[str, Any] = {"model": model, "optimizer": optimizer, "state": state}
     run = Run(
         plan=plan,
         rows=Mixture(streams, phase_of(plan.starts), config.seed),
+        model=model,
         forward=forward,
+        optimizer=optimizer,
+        state=state,
         guard=Guard(config, ranks, model, forward, optimizer, scaler, gradient_sum, stop, state),
         evaluation=Evaluation(
             plan=plan, model=model, forward=forward, tokenizer=tokenizer, suites=suites, stop=stop, log=log, saves=saves
         ),
-        capture=Capture(plan=plan, scaler=scaler, results=results, host_copy=HostCopy(ranks), **of_model),
+        capture=Capture(
+            plan=plan,
+            model=model,
+            optimizer=optimizer,
+            scaler=scaler,
+            state=state,
+            results=results,
+            host_copy=HostCopy(ranks),
+        ),
         saves=saves,
         results=results,
         log=log,
-        **of_model,
     )
     stop.listen()
     return run
@@ -240,7 +248,7 @@ def run_to_end(run: Run) -> int:
         log.warn(f"step {run.state.step}: {reason}; {advice}", event="corruption")
         return 1
     except Exception as error:
-        reason = lost_rank(error, config.timeout_minutes) or brief(error)
+        reason = lost_rank(error, ranks, config.timeout_minutes) or brief(error)
         raise
     finally:
         saves.wait_alone()

@@ -20,6 +20,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a folder: older CIFS, VirtualBox
+LOCK_BYTES = 300  # of the content of a lock, at most
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -197,7 +198,7 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
             return lock_folder(folder, advice)  # its last owner has removed it meanwhile
         file.seek(0)
-        if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(300)):
+        if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(LOCK_BYTES)):
             raise UserError(f"{lock}: not the lock of a run; expected the number of a process. Move it away")
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}\n")

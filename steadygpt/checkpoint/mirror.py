@@ -87,7 +87,8 @@ class Mirror:
         """Open the store with the credentials that are valid now."""
         self.store = Store(self.url, SILENCE_S)
         self.fs, self.folder = self.store.fs, self.store.path
-        if "file" in self.fs.protocol and Path(self.folder).exists() and not Path(self.folder).is_dir():
+        self.is_local = "file" in self.fs.protocol  # a folder of this machine
+        if self.is_local and Path(self.folder).exists() and not Path(self.folder).is_dir():
             raise UserError(f"--mirror {self.url}: not a folder; give that of the mirror")
         self.fs.retries, self.fs.auto_mkdir = RETRIES, True
 
@@ -123,7 +124,7 @@ class Mirror:
         return index
 
     def read(self, name: str) -> bytes:
-        if "file" in self.fs.protocol:  # a folder of this machine
+        if self.is_local:
             return read_file(Path(self.folder, name), LARGEST_JSON if name.endswith(".json") else LARGEST_LOG)
         return self.fs.cat_file(f"{self.folder}/{name}")
 

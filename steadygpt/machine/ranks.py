@@ -261,8 +261,10 @@ def launched_as() -> tuple[int, int]:
     return rank, world_size
 
 
-def lost_rank(error: Exception, timeout_minutes: float) -> str:
+def lost_rank(error: Exception, ranks: Ranks, timeout_minutes: float) -> str:
     """Return what an exception of gloo says of another rank; "" for other exceptions."""
+    if ranks.world_size == 1 or not isinstance(error, RuntimeError):
+        return ""
     reason = str(error).partition("\n")[0]
     if NO_ANSWER.search(reason):
         found = f"no answer from another rank for {timeout_minutes:g} minutes (--timeout_minutes)"
@@ -299,7 +301,7 @@ def joined(device_name: str, timeout_minutes: float = 10):
     try:
         yield ranks
     except RuntimeError as error:
-        lost = lost_rank(error, timeout_minutes) if world_size > 1 else ""
+        lost = lost_rank(error, ranks, timeout_minutes)
         if lost:
             raise LostRankError(f"rank {rank}: {lost}") from error
         raise

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from steadygpt.base.durable import LOCK_BYTES
 from steadygpt.base.opening import open_to_read, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
@@ -31,7 +32,6 @@ SILENT_STEPS = 5
 COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
 HEALTHY = ("running", "stopped", "finished")  # states
 
-LOCK_BYTES = 300
 LONGEST_LINE = 2**20  # bytes; a longer one is none of ours
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps

@@ -24,7 +24,15 @@ from steadygpt.data.tasks import load_core
 from steadygpt.data.tokenizer import check_recorded
 from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
-from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, be_deterministic, choose_precision, device_name, memory_bytes
+from steadygpt.machine.device import (
+    AUTOCAST,
+    PEAK_FLOPS,
+    autocast,
+    be_deterministic,
+    choose_precision,
+    device_name,
+    memory_bytes,
+)
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.data import Data
@@ -65,6 +73,10 @@ class Plan:
         """Return this rank's batches of the rows of steps."""
         ranks = self.ranks
         return BatchLoader(rows, steps, self.config.mini_batch_size, ranks.device, ranks.rank, ranks.world_size)
+
+    def autocast(self):
+        """Compute in the precision of the run inside."""
+        return autocast(self.ranks.device, self.config.precision)
 
     def lines(self) -> list[str]:
         """Return the plan in words, a line for each subject."""
