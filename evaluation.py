@@ -22,8 +22,8 @@ from steadygpt.data.tokenizer import Tokenizer
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.ranks import StopSignal
+from steadygpt.run.launches import epochs_of_sources
 from steadygpt.run.plan import Plan, validation_rows
-from steadygpt.run.starts import epochs_of_sources
 from steadygpt.run.summary import validation_text
 
 SAMPLE_TOKENS = 100
@@ -82,7 +82,7 @@ class Evaluation:
         if len(sets) > 1:
             for name, of_set in sets.items():
                 scores |= {f"{key}/{name}": score for key, score in of_set.items()}
-        epochs = epochs_of_sources(self.plan.data, self.plan.starts, state.rows_consumed)
+        epochs = epochs_of_sources(self.plan.data, self.plan.launches, state.rows_consumed)
         best = self.saves.evaluated(state, scores, save)
         text = validation_text(sets, best, epochs)
         band: dict[str, float] = {}

@@ -25,7 +25,7 @@ from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import autocast, choose_precision, evaluating
 from steadygpt.machine.ranks import joined
 from steadygpt.run.data import recorded_sources, tokenizer_of
-from steadygpt.run.starts import phase_of
+from steadygpt.run.launches import phase_of
 
 BLOCK_TOKENS = 2**22  # tokens in memory at once
 
@@ -142,22 +142,22 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
 
     Returns: the rows to read from; those of the step; the source and the file of each shard.
     """
-    starts = checkpoint["starts"]
-    if not starts:
+    launches = checkpoint["launches"]
+    if not launches:
         raise UserError(f"{path}: converted weights; expected a checkpoint of a run, which has taken the step")
-    if step < starts[0]["step"]:
-        raise UserError(f"--step is {step:,}; expected {starts[0]['step']:,} or more, the first one of {path}")
-    number = max(n for n, start in enumerate(starts) if start["step"] <= step)
-    start, is_last, config = starts[number], number + 1 == len(starts), trained_with(starts[number])
+    if step < launches[0]["step"]:
+        raise UserError(f"--step is {step:,}; expected {launches[0]['step']:,} or more, the first one of {path}")
+    number = max(n for n, launch in enumerate(launches) if launch["step"] <= step)
+    launch, is_last, config = launches[number], number + 1 == len(launches), trained_with(launches[number])
     streams, files = {}, dict[Shard, str]()
-    for shards, rows, _ in recorded_sources(config, start["sources"], step, checkpoint["data_fingerprint"]):
-        streams[start["sources"][shards.name][1]] = rows
+    for shards, rows, _ in recorded_sources(config, launch["sources"], step, checkpoint["data_fingerprint"]):
+        streams[launch["sources"][shards.name][1]] = rows
         files |= {shard: printable(f"{shards.name}, {shard.path.name}") for shard in rows.shards}
-    end = config.last_step(start["step"], start["row"], sum(rows.rows_per_epoch for rows in streams.values()))
+    end = config.last_step(launch["step"], launch["row"], sum(rows.rows_per_epoch for rows in streams.values()))
     if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
-    first = start["row"] + (step - start["step"]) * config.rows_per_step
-    return Mixture(streams, phase_of(starts[: number + 1]), config.seed), config.step_at(first), files
+    first = launch["row"] + (step - launch["step"]) * config.rows_per_step
+    return Mixture(streams, phase_of(launches[: number + 1]), config.seed), config.step_at(first), files
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:

@@ -25,11 +25,11 @@ from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
 from steadygpt.base.typed import read_json, typed
 from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, of_run
-from steadygpt.checkpoint.files import Start, checkpoint_files, open_checkpoint, trained_with
+from steadygpt.checkpoint.files import Launch, checkpoint_files, open_checkpoint, trained_with
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
 from steadygpt.run.expected import LOSSES, Prediction, compared
-from steadygpt.run.starts import difference
+from steadygpt.run.launches import difference
 
 INTERVAL = 0.15  # 18 of 20 recorded runs ended this close to their prediction (benchmarks/RESULTS.md)
 MEASURED_RATIO = 4  # the largest recorded run had 4 times the FLOPs of the wider of its two
@@ -63,14 +63,14 @@ def flops_per_token(config: TrainConfig) -> float:
         return new_model(config, config.shape(config.vocab_size)).flops_per_token()
 
 
-def settings_of(config: TrainConfig, start: Start) -> dict[str, Any]:
+def settings_of(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """Return the options and the data that the losses of a run depend on, apart from its width."""
     settings = compared(config)
     for name in WIDTH:
         del settings[name]
     # The folders of the data may have been moved, so their content identifies them.
-    settings["training data"] = [f"{identity[:12]} {rows}" for identity, rows in sorted(start["shares"].items())]
-    settings["validation data"] = [identity[:12] for _, identity in start["val_sets"].values()]
+    settings["training data"] = [f"{identity[:12]} {rows}" for identity, rows in sorted(launch["shares"].items())]
+    settings["validation data"] = [identity[:12] for _, identity in launch["val_sets"].values()]
     return settings
 
 
@@ -89,11 +89,11 @@ def read_run(folder: Path) -> FinishedRun:
         raise UserError(f"{folder}: the status of the run is {status}; expected finished. Resume it to its end first")
     last_step = checkpoint["step"]
     settings = []
-    for start in checkpoint["starts"]:
-        config = trained_with(start)
+    for launch in checkpoint["launches"]:
+        config = trained_with(launch)
         if not config.max_steps:  # --num_epochs decided
             config = replace(config, max_steps=last_step)
-        settings.append(settings_of(config, start))
+        settings.append(settings_of(config, launch))
     for earlier in settings:
         changed = difference(earlier, settings[-1])
         if changed:
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> FinishedRun:
     file = folder / EVALUATIONS
     evaluations = read_json(file, Evaluations, "restore the file") if file.exists() else {}
     losses = {}
-    for step, scores in of_run(evaluations, checkpoint["starts"]).items():
+    for step, scores in of_run(evaluations, checkpoint["launches"]).items():
         loss = scores.get("val_loss")
         if loss is not None:
             losses[step] = typed(
@@ -109,7 +109,7 @@ def read_run(folder: Path) -> FinishedRun:
             )
     if last_step not in losses:
         raise UserError(f"{file}: no validation at step {last_step:,}, the last one; train the run with --eval_freq")
-    return FinishedRun(folder, config, start["options"], settings[-1], losses)
+    return FinishedRun(folder, config, launch["options"], settings[-1], losses)
 
 
 def extrapolate(narrow: dict[int, float], wide: dict[int, float], times: float) -> list[tuple[int, float]]:

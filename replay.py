@@ -22,12 +22,12 @@ import torch
 
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import BACKUP, LATEST, Start, intact_checkpoints, no_checkpoints, scan, trained_with
-from steadygpt.log.metrics import LOG, METRICS, StartLine, read_status, segments
+from steadygpt.checkpoint.files import BACKUP, LATEST, Launch, intact_checkpoints, no_checkpoints, scan, trained_with
+from steadygpt.log.metrics import LOG, METRICS, LaunchLine, read_status, segments
 from steadygpt.machine.device import choose_device
 from steadygpt.machine.ranks import StopSignal
+from steadygpt.run.launches import difference
 from steadygpt.run.repeats import Comparison, recorded_steps
-from steadygpt.run.starts import difference
 
 AS_RECORDED = "code, machine and options are as recorded"
 OFF = [  # what costs time and changes no step, and what writes elsewhere
@@ -55,16 +55,16 @@ class ReplayOptions:
         return int(match[1]), int(match[2] or match[1])
 
 
-def find_origin(folder: Path, line: StartLine, first: int) -> tuple[Path, Start]:
-    """Return the nearest checkpoint before a step that the same start has saved, and what it says of the start."""
-    before = [file for file in scan(folder) if file.head and line["start"] <= file.head.step <= first]
+def find_origin(folder: Path, line: LaunchLine, first: int) -> tuple[Path, Launch]:
+    """Return the nearest checkpoint before a step that the same launch saved, and its record of the launch."""
+    before = [file for file in scan(folder) if file.head and line["first_step"] <= file.head.step <= first]
     # Of two names of one step, not the one that the next save of a run in progress replaces.
     before.sort(key=lambda file: (file.order[1], file.path.name not in (LATEST, BACKUP)), reverse=True)
     for path, checkpoint in intact_checkpoints(before):
-        starts = checkpoint["starts"]
-        if starts and starts[-1]["id"] == line["id"]:
-            return path, starts[-1]
-    saved = f"the start at step {line['start']:,} has left no checkpoint of step {first:,} or before it"
+        launches = checkpoint["launches"]
+        if launches and launches[-1]["id"] == line["id"]:
+            return path, launches[-1]
+    saved = f"the launch at step {line['first_step']:,} has left no checkpoint of step {first:,} or before it"
     raise UserError(f"{folder}: {saved}; choose steps after its first one (./list_checkpoints.sh)")
 
 
@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not scan(folder):
         raise no_checkpoints(folder)
     line, recorded = recorded_steps(folder / METRICS, first, last)
-    origin, start = find_origin(folder, line, first)
+    origin, launch = find_origin(folder, line, first)
     device = choose_device(options.device)
-    ranks = start["ranks"]
+    ranks = launch["ranks"]
     if device.type == "cuda":
         ranks = min(ranks, torch.cuda.device_count())
 
@@ -106,11 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = [str(Path(__file__).with_name("train.py")), "--resume", str(origin), "--device", device.type]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else []), *train, *files, *OFF]
-    env = os.environ | {"OMP_NUM_THREADS": str(start["threads"])}  # sums on a CPU depend on the threads
+    env = os.environ | {"OMP_NUM_THREADS": str(launch["threads"])}  # sums on a CPU depend on the threads
     status = train_until(last, Path(fork), command, env)
     replayed, records = next(segments(Path(fork, METRICS), key="loss"), (line, []))
     measured = {int(record["step"] or 0): record for record in records}
-    if replayed["start"] > first or last not in measured:
+    if replayed["first_step"] > first or last not in measured:
         with suppress(OSError):
             Path(fork).rmdir()  # if nothing was written
         ended = f"it ended with exit status {status}, and its messages say why"
@@ -122,14 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         reasons.append(changes)
     if replayed["how"]["commit"].endswith("+"):
         reasons.append("files have changed since the commit")
-    if not trained_with(start).repeats_bits(device.type, ranks):
+    if not trained_with(launch).repeats_bits(device.type, ranks):
         reasons.append("CUDA, or DDP on more than two processes, without --deterministic")
-    comparison = Comparison(replayed["start"], is_exact=not reasons)
-    for step in range(replayed["start"], last + 1):
+    comparison = Comparison(replayed["first_step"], is_exact=not reasons)
+    for step in range(replayed["first_step"], last + 1):
         if step in recorded:
             comparison.add(step, recorded[step], measured[step])
     print(f"replayed from {printable(str(origin))}: {', '.join(reasons) or AS_RECORDED}")
-    span = f"steps {replayed['start']:,} to {last:,}" if last > replayed["start"] else f"step {last:,}"
+    span = f"steps {replayed['first_step']:,} to {last:,}" if last > replayed["first_step"] else f"step {last:,}"
     print(f"{span}: {comparison.result()}")
     print(f"the log of the replay is {fork}/{LOG}; you can delete {fork}")
     return 1 if comparison.differs else 0

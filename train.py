@@ -45,13 +45,13 @@ from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined, lost_rank
 from steadygpt.run.capture import Capture, restore
 from steadygpt.run.history import open_data, open_history
+from steadygpt.run.launches import phase_of
 from steadygpt.run.measure import seconds_per_step
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs
 from steadygpt.run.plan import Plan, forecast, set_up, settle
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Results, StepResult
-from steadygpt.run.starts import phase_of
 from steadygpt.run.summary import summarize
 
 GO_ON = 75  # exit status: EX_TEMPFAIL of sysexits.h
@@ -106,7 +106,7 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
 def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
     config, data, ranks, device, history = plan.config, plan.data, plan.ranks, plan.ranks.device, plan.history
-    set_up(config, device, plan.starts[-1]["threads"])
+    set_up(config, device, plan.launches[-1]["threads"])
     if weights := history.weights:  # only here, so that a plan needs no download
         ranks.on_main(lambda: load_cropped(weights, plan.sketch.config))
     if loaded := history.checkpoint or weights:  # before any file is written
@@ -134,12 +134,12 @@ def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
     gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
     if ranks.world_size > 1 and not config.is_fsdp and not gradient_sum:
         forward = parallel.replicate(forward, ranks)
-    identities = plan.starts[-1]["sources"]
+    identities = plan.launches[-1]["sources"]
     streams = {identities[shards.name][1]: stream for shards, stream, _ in data.sources}
     results = Results(config, ranks, plan.schedule, state, log, plan.sketch.flops_per_token(), repeats)
     run = Run(
         plan=plan,
-        rows=Mixture(streams, phase_of(plan.starts), config.seed),
+        rows=Mixture(streams, phase_of(plan.launches), config.seed),
         model=model,
         forward=forward,
         optimizer=optimizer,
@@ -289,7 +289,7 @@ def measure(run: Run) -> float:
         return seconds_per_step(run.config, run.ranks, take_step)
 
 
-def launch(plan: Plan, held: ExitStack) -> int:
+def carry_out(plan: Plan, held: ExitStack) -> int:
     """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
     config, history, log = plan.config, plan.history, RunLog(plan.config, plan.ranks)
     if plan.is_finished and not config.eval_only:
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = settle(history, data, ranks)
         with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
-                return launch(plan, held)
+                return carry_out(plan, held)
             except Stopped as stopped:  # --dry_run measure or --eval_only: run_to_end() handles it in training
                 return 128 + signal.Signals[stopped.reason]
 

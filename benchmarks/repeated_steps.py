@@ -5,7 +5,7 @@
 
 Each case trains byte-level GPTs on Python's standard library, resumes the run from a checkpoint in the middle, and
 compares the steps that both took. On a CPU the second run sums with another number of threads, so that one process
-rounds differently too; on CUDA, and on three or more processes, equal starts do so by themselves. The figures are the
+rounds differently too; on CUDA, and on three or more processes, equal launches do so by themselves. The figures are the
 largest relative differences of all cases, by the number of steps after the checkpoint. steadygpt/run/repeats.py warns
 above its bounds, which leave room over these.
 """

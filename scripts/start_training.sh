@@ -42,7 +42,7 @@ if [ -L "$folder/console.txt" ] || { [ -e "$folder/console.txt" ] && [ ! -f "$fo
     echo "error: $folder/console.txt: a link or a pipe; expected a file. Remove it" >&2; exit 2
 fi
 exec 3<> "$folder/console.txt"
-cat <&3 > /dev/null  # skip what earlier starts printed
+cat <&3 > /dev/null  # skip what earlier launches printed
 before=$(cat "$folder/status.json" 2>/dev/null || true)
 trap 'interrupted=1' INT  # Ctrl-C ends this script or the monitor; training has a process group of its own
 set -m; nohup "${command[@]}" < /dev/null >> "$folder/console.txt" 2>&1 3<&- & set +m

@@ -47,12 +47,12 @@ def upload_all(url: str, folder: Path) -> None:
     with lock_folder(folder, "it uploads its checkpoints itself"):
         newest = find_checkpoint("latest", folder)
         assert newest.path and newest.checkpoint  # only "auto" finds none
-        if not newest.checkpoint["starts"]:
+        if not newest.checkpoint["launches"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
         if run.original:
             raise UserError(f"{folder}: a copy of {run.original}. {OF_COPY}")
-        config = replace(trained_with(newest.checkpoint["starts"][-1]), checkpoint_dir=str(folder), **run.places)
+        config = replace(trained_with(newest.checkpoint["launches"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
         if there and there.saved_at > newest.checkpoint["saved_at"]:

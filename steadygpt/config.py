@@ -274,7 +274,7 @@ class TrainConfig(GPTConfig):
         return parse_folders("mix", self.mix) if self.mix else {name: (self.data_dir, Fraction(1))}
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
-        """Return the configuration of a first start, in which micro_steps, if any, set total_batch_size."""
+        """Return the configuration of a first launch, in which micro_steps, if any, set total_batch_size."""
         if not self.micro_steps:
             return self
         if not self.mini_batch_size:
@@ -295,7 +295,7 @@ class TrainConfig(GPTConfig):
         return {"ddp": False, "fsdp": True}[self.sharding]
 
     def repeats_bits(self, device_type: str, world_size: int) -> bool:
-        """Return whether a start on as many processes computes the same bits again.
+        """Return whether a launch on as many processes computes the same bits again.
 
         In its first step, DDP sums gradients in other buckets than later, and the sum of three numbers has an order.
         """

@@ -30,6 +30,7 @@ from steadygpt.checkpoint.evaluations import of_run, read_evaluations
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, trained_with
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
+from steadygpt.data.shards import Shard
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
@@ -69,6 +70,13 @@ def pytest_addoption(parser) -> None:
 def one_thread():
     """Start each test with one thread: an earlier test, or a plugin that imports torch first, may have left more."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_mapped():
+    """Unmap the shards of a test: the process would keep their files open, as a run does until it ends."""
+    yield
+    Shard._mapped.cache_clear()
 
 
 def pytest_configure(config) -> None:
@@ -352,7 +360,7 @@ def run_content(step: int, **more) -> dict:
     }  # fmt: skip
     progress = {
         "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
-        "epoch": step / 10, "starts": [start], "saved_at": 1e9 + step,
+        "epoch": step / 10, "launches": [start], "saved_at": 1e9 + step,
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more
@@ -376,8 +384,8 @@ def alerts_of(monkeypatch) -> list[tuple[str, str]]:
 
 
 def options_in(path) -> TrainConfig:
-    """Return the options that the last start of the run of a checkpoint has trained with."""
-    return trained_with(load(path)["starts"][-1])
+    """Return the options that the last launch of the run of a checkpoint has trained with."""
+    return trained_with(load(path)["launches"][-1])
 
 
 def assert_same_state(one: dict, other: dict) -> None:
@@ -407,7 +415,7 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 
 def evaluations(folder) -> dict[int, dict[str, float]]:
     """Return step -> scores of the steps that led to the latest checkpoint of a run."""
-    return of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["starts"])
+    return of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["launches"])
 
 
 def metrics(folder, key: str) -> dict[int, float]:

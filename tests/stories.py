@@ -13,10 +13,10 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
 
 
-def starts(folder) -> list[dict]:
-    """Return the line of each start in the metrics.jsonl of a run."""
+def launches(folder) -> list[dict]:
+    """Return the line of each launch in the metrics.jsonl of a run."""
     records = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if "start" in record]
+    return [record for record in records if "first_step" in record]
 
 
 def uploaded(url: str) -> dict[str, int]:

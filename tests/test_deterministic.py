@@ -71,7 +71,7 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, monkeypatch, capsys):
     torch.set_num_threads(threads + 1)
     assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun
     assert f"threads      {threads + 1} -> {threads}, as before" in capsys.readouterr().out
-    assert load("checkpoints/latest.pt")["starts"][-1]["threads"] == threads
+    assert load("checkpoints/latest.pt")["launches"][-1]["threads"] == threads
 
 
 def test_virtual_ranks_are_a_power_of_two_that_divides_the_micro_batches():

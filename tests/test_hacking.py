@@ -64,7 +64,7 @@ def test_a_run_with_the_option_of_the_patch_trains_and_resumes(patched):
     assert "post_norm is True" in exported
     checkpoint = load(patched / "checkpoints/latest.pt")
     assert checkpoint["step"] == 8
-    assert checkpoint["model_config"]["post_norm"] is checkpoint["starts"][-1]["options"]["post_norm"] is True
+    assert checkpoint["model_config"]["post_norm"] is checkpoint["launches"][-1]["options"]["post_norm"] is True
     for name in ("h.0.post_1.weight", "h.1.post_2.weight"):
         moved = checkpoint["model"][name] - 0.5  # 1 / sqrt(2 * 2 layers)
         assert 0 < moved.abs().max() < 0.05

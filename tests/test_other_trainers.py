@@ -64,7 +64,7 @@ def test_accelerate_launches_a_run(workdir, processes, launcher):
     words = (*launcher, "--mixed_precision", "no", *script)
     output = run_to_end(*words, program="accelerate.commands.launch", tiny=(), faults=[leave_threads_open])
     assert f"x {processes} rank{'s' * (processes > 1)} x" in output
-    assert load("checkpoints/latest.pt")["starts"][-1]["ranks"] == processes
+    assert load("checkpoints/latest.pt")["launches"][-1]["ranks"] == processes
     if processes == 1 and "--device cpu" in " ".join(TINY):
         assert f"({usable_cores()} threads)" in output  # though accelerate sets OMP_NUM_THREADS=1
 

@@ -307,8 +307,8 @@ CHECKPOINTS: list[tuple] = [
     (f"train {OF_RUN} --resume", f"{RUN}: all checkpoints are corrupt: {RUN}/latest.pt: corrupt (", damaged),
     (f"train {OF_RUN} --resume", f"{RUN}/latest.pt: cannot be read (", unreadable),
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
-    (f"replay {OF_RUN} --step 8", "the start at step 0 has records of steps 0 to 7, not of step 8; choose recorded"),
-    (f"replay {OF_RUN} --steps 4:9", "the start at step 0 has records of steps 0 to 7, not of step 9"),
+    (f"replay {OF_RUN} --step 8", "the launch at step 0 has records of steps 0 to 7, not of step 8; choose recorded"),
+    (f"replay {OF_RUN} --steps 4:9", "the launch at step 0 has records of steps 0 to 7, not of step 9"),
     (f"train {OF_RUN} --resume second/latest.pt", f"{RUN} already holds checkpoints", second),
     *((f"train --checkpoint_dir links --resume {which}",
        "links: all checkpoints are corrupt: links/latest.pt: no such checkpoint", links)
@@ -329,7 +329,7 @@ CHECKPOINTS: list[tuple] = [
     (f"{RESUME} --max_steps 5", "the checkpoint is at step 8, past the run's 5; give a larger --max_steps"),
     (f"{RESUME} --tokenizer bytes", "the training data is ..., but the checkpoint was trained on", changed("train")),
     (f"{RESUME} --eval_freq 4 --tokenizer bytes",
-     "data: not the val shards of the first start, by which best_model.pt is chosen", changed("val")),
+     "data: not the val shards of the first launch, by which best_model.pt is chosen", changed("val")),
     # The rows of a step that look.py reads again.
     (f"look {OF_RUN} --step 8", f"--step is 8; expected less than 8, because the run of {RUN}/latest.pt ends there"),
     (f"look {OF_RUN} --step 1", "the file is damaged", shard(lambda old: old[:-2] + b"ab")),

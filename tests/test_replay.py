@@ -106,7 +106,7 @@ def test_steps_of_each_start_of_a_killed_run_are_replayed(replayed):
     assert replayed("--step", "3") == equal(2, 3)
     assert replayed("--steps", "4:7") == equal(4, 7)
     crosses = (
-        r"metrics.jsonl: the start at step 0 has records of steps 0 to 3, not of step 6; choose recorded steps of one"
+        r"metrics.jsonl: the launch at step 0 has records of steps 0 to 3, not of step 6; choose recorded steps of one"
     )
     with pytest.raises(UserError, match=crosses):
         main(["--steps", "3:6"])
@@ -134,7 +134,7 @@ def test_steps_that_a_run_has_undone_are_not_compared(replayed):
     assert run_here(*EVERY_2) == 0
     again = ("--resume", "checkpoints/rolling_step_000004.pt", "--allow_changes", "--max_lr", "1e-2")
     killed_before(7, *again, *EVERY_2)
-    assert load("checkpoints/rolling_step_000008.pt")["step"] == 8  # of the first start
+    assert load("checkpoints/rolling_step_000008.pt")["step"] == 8  # of the first launch
     assert replayed("--step", "5") == equal(4, 5)
 
 
@@ -225,7 +225,7 @@ def test_steps_without_a_checkpoint_or_a_record_are_refused(workdir):
     assert run_here(*EVERY_2) == 0
     for step in (2, 4):
         Path(f"checkpoints/rolling_step_00000{step}.pt").unlink()
-    left = r"checkpoints: the start at step 0 has left no checkpoint of step 5 or before it; choose steps after its"
+    left = r"checkpoints: the launch at step 0 has left no checkpoint of step 5 or before it; choose steps after its"
     with pytest.raises(UserError, match=left):
         main(["--step", "5"])
     METRICS.unlink()

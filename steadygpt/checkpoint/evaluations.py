@@ -1,6 +1,6 @@
 """evaluations.json in a run's folder: what each evaluation found.
 
-An evaluation belongs to weights, which are known by their step and the start that took it. A run that goes back to an
+An evaluation belongs to weights, which are known by their step and the launch that took it. A run that goes back to an
 older checkpoint keeps the evaluations of the steps that it undoes, because files of those steps may be kept too.
 """
 
@@ -17,28 +17,28 @@ from steadygpt.base.progress import say
 from steadygpt.base.typed import parse_json
 
 EVALUATIONS = "evaluations.json"
-StartId = Annotated[str, "[0-9a-f]{16}"]
+LaunchId = Annotated[str, "[0-9a-f]{16}"]
 Scores = dict[str, Annotated[float, -100] | None]  # such as val_loss; CORE may be below 0; None: not finite
-Evaluations = dict[StartId, dict[int, Scores]]  # see origin(); of each step
+Evaluations = dict[LaunchId, dict[int, Scores]]  # see origin(); of each step
 
 
-def origin(starts: Sequence[Mapping[str, Any]], step: int) -> str:
-    """Return the id of the start that computed the weights of a step: the last one that began before it.
+def origin(launches: Sequence[Mapping[str, Any]], step: int) -> str:
+    """Return the id of the launch that computed the weights of a step: the last one that began before it.
 
-    The weights of the run's first step are those of its first start. Without starts, of converted weights, it is "".
+    The weights of the run's first step are those of its first launch. Without launches, of converted weights, it is "".
     """
-    if not starts:
+    if not launches:
         return ""
-    began_before = bisect_left(starts, step, key=itemgetter("step"))
-    return starts[max(0, began_before - 1)]["id"]
+    began_before = bisect_left(launches, step, key=itemgetter("step"))
+    return launches[max(0, began_before - 1)]["id"]
 
 
-def of_run(evaluations: Evaluations, starts: Sequence[Mapping[str, Any]]) -> dict[int, Scores]:
-    """Return step -> scores of the steps that led to the last one of these starts, and of its own, ascending."""
+def of_run(evaluations: Evaluations, launches: Sequence[Mapping[str, Any]]) -> dict[int, Scores]:
+    """Return step -> scores of the steps that led to the last one of these launches, and of its own, ascending."""
     steps = sorted({step for of_start in evaluations.values() for step in of_start})
     found = {}
     for step in steps:
-        scores = evaluations.get(origin(starts, step), {}).get(step)
+        scores = evaluations.get(origin(launches, step), {}).get(step)
         if scores is not None:
             found[step] = scores
     return found

@@ -33,7 +33,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, Loss, typed
-from steadygpt.checkpoint.evaluations import StartId, origin
+from steadygpt.checkpoint.evaluations import LaunchId, origin
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.digests import check_digests
@@ -51,7 +51,7 @@ CONTAINERS = (b"}", b"]", b")")  # the codes that make an empty one; a text may 
 MOST_CONTAINERS = 2**22
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
-# What the first start decides where the options leave it open. With --deterministic also mini_batch_size.
+# What the first launch decides where the options leave it open. With --deterministic also mini_batch_size.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
 # What weights hold that no run can resume from.
 WITHOUT_RUN = {
@@ -59,21 +59,21 @@ WITHOUT_RUN = {
     "scaler": {},
     "lr": 0.0,
     "epoch": 0.0,
-    "starts": [],
+    "launches": [],
     "data_fingerprint": {},
     "digests": {},
 }
 
 
 class FirstStep(TypedDict):
-    """Where a start began."""
+    """Where a launch began."""
 
-    id: StartId  # of the start, random
-    step: Count  # the first one of the start
+    id: LaunchId  # of the launch, random
+    step: Count  # the first one of the launch
 
 
-class Start(FirstStep):
-    """What one start of a run trained on, and how."""
+class Launch(FirstStep):
+    """What one launch of a run trained on, and how."""
 
     row: Count  # of the first step
     options: dict[str, Any]  # of KEPT, as they were asked for
@@ -81,7 +81,7 @@ class Start(FirstStep):
     sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
     val_sets: dict[str, tuple[str, str]]  # the same; the first one stays the first one
     shares: dict[str, Count]  # identity -> rows of BLOCK_ROWS
-    given: dict[str, Count]  # identity -> rows of the source before this start, also of sources that now give none
+    given: dict[str, Count]  # identity -> rows of the source before this launch, also of sources that now give none
     ranks: Annotated[int, 1, 2**20]
     threads: Annotated[int, 1, 2**12]
     device: str
@@ -99,14 +99,14 @@ class Weights(TypedDict):
     scaler: dict[str, float]  # the state of the loss scaler; empty without fp16
     lr: Loss  # of the last step
     epoch: Loss
-    starts: list[Start]  # of the run, this one last
+    launches: list[Launch]  # of the run, this one last
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
     saved_at: Annotated[float, 0, 2**41]  # seconds since 1970
     digests: dict[str, int]  # of the weights and the optimizer's state on the device that trained them
 
 
-def trained_with(entry: Start) -> TrainConfig:
-    """Return the configuration that a start trained with, but for what belongs to a launch or a place."""
+def trained_with(entry: Launch) -> TrainConfig:
+    """Return the configuration that a launch trained with, but for what belongs to a launch or a place."""
     return TrainConfig(**entry["options"] | entry["decisions"])
 
 
@@ -119,12 +119,12 @@ class TrainState:
     best_val_loss: Loss | None = None
     val_loss: Loss | None = None  # of the last validation
     loss: Loss | None = None  # of the last step that was finite
-    elapsed_s: Loss = 0.0  # wall-clock of the earlier starts of this run
+    elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
     recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
 
     def total_s(self) -> float:
-        """Return the wall-clock seconds of the run so far, over all starts."""
+        """Return the wall-clock seconds of the run so far, over all launches."""
         return self.elapsed_s + process_age_s()
 
 
@@ -166,7 +166,7 @@ class Head:
 
     saved_at: Annotated[float, 0, 2**40]  # less than Weights allow, so that there is room for later ones
     step: Count
-    origin: str = ""  # the id of the start that took the step, see evaluations.origin()
+    origin: str = ""  # the id of the launch that took the step, see evaluations.origin()
     epoch: Loss | None = None
     loss: Loss | None = None
     val_loss: Loss | None = None
@@ -339,7 +339,7 @@ class Lineage(TypedDict):
     """The part of a checkpoint's content that identifies its weights."""
 
     step: Count
-    starts: list[FirstStep]
+    launches: list[FirstStep]
 
 
 def read_head(path: Path) -> Head:
@@ -347,7 +347,7 @@ def read_head(path: Path) -> Head:
     content = load_verified(path, only_plain=True)
     head = typed(content, Head, path, ADVICE)
     lineage = typed(content, Lineage, path, ADVICE)
-    return replace(head, origin=origin(lineage["starts"], head.step))
+    return replace(head, origin=origin(lineage["launches"], head.step))
 
 
 # Reads a file only once, because thousands of files take seconds.
@@ -406,7 +406,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         raise UserError(f"{path}: corrupt ({error})") from None
     rows = found["rows_consumed"]
     expected = rows
-    for entry in found["starts"]:
+    for entry in found["launches"]:
         name = f"{path}: options at step {entry['step']:,}"
         # Options that were added since the file was written have their defaults.
         asked = typed(entry["options"], TrainConfig, name, ADVICE)
@@ -415,7 +415,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
         expected = entry["row"] + (found["step"] - entry["step"]) * config.rows_per_step
     if rows != expected:
-        raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and starts; {ADVICE}")
+        raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and launches; {ADVICE}")
     return found
 
 

@@ -59,7 +59,7 @@ class Index:
 
     run: Annotated[str, "[0-9a-f]{16}"]  # its id; "" in an empty folder
     name: str  # of the run
-    writer: Annotated[str, "[0-9a-f]{16}"]  # the start that uploads
+    writer: Annotated[str, "[0-9a-f]{16}"]  # the launch that uploads
     checkpoints: dict[Name, Entry]  # newest first
 
 
@@ -80,7 +80,7 @@ class Mirror:
         self.url, self.run, self.name = url.rstrip("/"), run, name
         self.writer, self.is_claimed = secrets.token_hex(8), False
         self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
-        self.has_other_logs = True  # perhaps: of starts on other machines, until they are known to be here
+        self.has_other_logs = True  # perhaps: of launches on other machines, until they are known to be here
         self.connect()
 
     def connect(self) -> None:
@@ -157,10 +157,10 @@ class Mirror:
             raise Damaged(str(error).replace(str(downloaded), url)) from error
 
     def claim(self) -> Index:
-        """Reserve the folder for this start of the run, unless that is done, and return the index."""
+        """Reserve the folder for this launch of the run, unless that is done, and return the index."""
         if (index := self.index()).writer != self.writer:
             if self.is_claimed and index.writer:
-                raise UserError(f"{self.url}: a later start, of the run {index.name}, uploads there now")
+                raise UserError(f"{self.url}: a later launch, of the run {index.name}, uploads there now")
             self._write(index.checkpoints)
         self.is_claimed = True
         return index
@@ -176,7 +176,7 @@ class Mirror:
         if sizes.get(entry.file) != entry.size:
             callback = fsspec.Callback(hooks={"progress": progress})
             self.fs.put_file(str(path), f"{self.folder}/{entry.file}", callback=callback, max_concurrency=PARTS)
-        there = dict(self.claim().checkpoints)  # again: another start may have claimed it meanwhile
+        there = dict(self.claim().checkpoints)  # again: another launch may have claimed it meanwhile
         self.upload_files(config)
         # Uploads that fall behind begin with the newest, so the one before it may come later.
         newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
@@ -216,13 +216,13 @@ class Mirror:
 
 
 def restore_files(mirror: Mirror, folder: Path) -> None:
-    """Download the FILES that a folder lacks, and add to its logs and evaluations those of starts on other machines."""
+    """Download the FILES that a folder lacks; add records and evaluations of launches on other machines to its own."""
     for name in filter(FILES.fullmatch, mirror.sizes()):
         target = folder / name
         if name in LOGS and target.exists():
             with open_to_write(target, "r+b") as log:
                 log.write(missing_lines(log.read(), mirror.read(name)))
-        elif name == EVALUATIONS or not target.exists():  # a file of events belongs to one start
+        elif name == EVALUATIONS or not target.exists():  # a file of events belongs to one launch
             content = mirror.read(name)
             if name == EVALUATIONS:
                 there = parse_evaluations(content, f"{mirror.url}/{name}")
@@ -234,12 +234,12 @@ def restore_files(mirror: Mirror, folder: Path) -> None:
 def missing_lines(here: bytes, there: bytes) -> bytes:
     """Return what a log lacks of its copy in the mirror: all after the lines that both begin with.
 
-    Where both go on differently, that begins with a start: records before it were lost in a power cut, and repeated.
+    Where both go on differently, that begins with a launch: records before it were lost in a power cut, and repeated.
     """
     own, lines = here.splitlines(keepends=True), there.splitlines(keepends=True)
     same = sum(takewhile(bool, map(eq, own, lines)))
     rest = lines[same:]
     if any(line.endswith(b"\n") for line in own[same:]) and there.startswith(b"{"):
-        rest = [*dropwhile(lambda line: b', "start": ' not in line, rest)]
+        rest = [*dropwhile(lambda line: b', "first_step": ' not in line, rest)]
     missing = b"".join(rest)
     return b"" if missing in here else b"\n" * (not here.endswith(b"\n") and here != b"") + missing

@@ -53,9 +53,9 @@ class Saves:
         self.config, self.ranks, self.log, self.stop, self.writer = config, ranks, log, stop, writer
         self.uploads = writer.uploads if writer else None
         self.step, self.captured_at_s = -1, time.monotonic()  # of the newest save, perhaps still in flight
-        self.count = 0  # in this start
+        self.count = 0  # in this launch
         self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: there are none
-        self.paused_s = 0.0  # in this start
+        self.paused_s = 0.0  # in this launch
         self.pauses = deque([0.0] * PAUSES, PAUSES)
 
     def is_due(self, step: int, is_special: bool) -> bool:
@@ -187,8 +187,8 @@ def stale_files(folder: Path) -> list[Path]:
 class CheckpointWriter:
     """Writes in the background, one job at a time; used on rank 0 only."""
 
-    def __init__(self, config: TrainConfig, starts: list[files.Start], log: RunLog, uploads: Uploads | None = None):
-        self.config, self.starts, self.log, self.uploads = config, starts, log, uploads
+    def __init__(self, config: TrainConfig, launches: list[files.Launch], log: RunLog, uploads: Uploads | None = None):
+        self.config, self.launches, self.log, self.uploads = config, launches, log, uploads
         self.folder = Path(config.checkpoint_dir)
         for stale in stale_files(self.folder):
             stale.unlink()
@@ -225,7 +225,7 @@ class CheckpointWriter:
 
     def evaluations_of_run(self) -> dict[int, Scores]:
         """Return step -> scores of the steps that have led to the current one."""
-        return of_run(self.evaluations, self.starts)
+        return of_run(self.evaluations, self.launches)
 
     def submit(self, job: Callable[..., None], *args: object) -> None:
         """Call save() or record() after the jobs before it; return before that is done."""
@@ -261,7 +261,7 @@ class CheckpointWriter:
     def record(self, step: int, scores: dict[str, float], best: bool) -> None:
         """Write evaluations.json; if the step is best, first link best_model.pt to it."""
         plain = {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no NaN
-        of_start = self.evaluations.setdefault(origin(self.starts, step), {})
+        of_start = self.evaluations.setdefault(origin(self.launches, step), {})
         of_start.setdefault(step, {}).update(plain)
         self.log.note(**plain)
         try:

@@ -76,11 +76,11 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
 
 
 def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about what a checkpoint holds: numbers, last start, options, and the shapes of its tensors."""
+    """Yield lines about what a checkpoint holds: numbers, last launch, options, and the shapes of its tensors."""
     digest = combined(checkpoint["digests"]) if checkpoint["digests"] else ""
     parts = {"content": {**checkpoint, "digest": digest}}
-    if starts := checkpoint["starts"]:
-        parts |= {"last start": starts[-1], "options": starts[-1]["options"] | starts[-1]["decisions"]}
+    if launches := checkpoint["launches"]:
+        parts |= {"last launch": launches[-1], "options": launches[-1]["options"] | launches[-1]["decisions"]}
     for part, values in parts.items():
         found = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}
         for name in ("tokenizer_json", "tokenizer_files"):

@@ -26,7 +26,7 @@ class Uploads:
 
     def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog, mirrored: Collection[str] = ()):
         self.mirror, self.config, self.log = mirror, config, log
-        self.mirrored = mirrored  # names of the checkpoints that the mirror had at the start
+        self.mirrored = mirrored  # names of the checkpoints that the mirror had at the launch
         # Absolute, because the thread may outlive the working directory.
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken

@@ -1,7 +1,7 @@
 """The files in which a run describes itself to other programs: metrics.jsonl and status.json.
 
-Each start of a run appends a segment to metrics.jsonl: a line of its own (StartLine), then a record of numbers for each
-measurement. A run that resumes at step s measures the steps from s on again, so later starts win from there on.
+Each launch of a run appends a segment to metrics.jsonl: a LaunchLine, then a record of numbers for each measurement.
+A run that resumes at step s measures the steps from s on again, so later launches win from there on.
 """
 
 import json
@@ -22,18 +22,18 @@ from steadygpt.base.typed import Count, parse_json, read_json
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LARGEST_LOG = 2**34  # bytes of a metrics.jsonl that is read: a hundred million steps
 LOGS = (LOG, METRICS)  # which a run only appends to
-LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "start": (\d{1,18}), )?')  # beginning, of any record
+LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "first_step": (\d{1,18}), )?')  # beginning, of any record
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
 
 
-class StartLine(TypedDict):
-    """The line with which a start begins its segment of metrics.jsonl."""
+class LaunchLine(TypedDict):
+    """The line with which a launch begins its segment of metrics.jsonl."""
 
     step: Count
-    start: Count  # the same: the first step
+    first_step: Count  # the same: the first step
     run: str  # id of the run
-    id: str  # of the start
-    parent: str  # id of the start that wrote the checkpoint; "" for a new run
+    id: str  # of the launch
+    parent: str  # id of the launch that wrote the checkpoint; "" for a new run
     how: dict[str, Any]  # what determines a step besides the checkpoint, by name
     wandb: str  # id of the run in Weights & Biases, "" if it is not online
 
@@ -89,29 +89,29 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[StartLine, list[Record]]]:
-    """Yield the starts in a metrics.jsonl from the last to the first, each with its records that no later one repeats.
+def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[LaunchLine, list[Record]]]:
+    """Yield the launches in a metrics.jsonl, the last one first, each with its records that no later one repeats.
 
     The file is read from its end as far as segments are asked for. Broken lines are skipped, and records before
     `first_step` or without `key`.
     """
     records: list[Record] = []
-    end: float = math.inf  # where later starts begin
+    end: float = math.inf  # where later launches begin
     with suppress(FileNotFoundError), open_to_read(path, LARGEST_LOG) as file:
         for line in lines_from_end(file):
             if not (match := LINE.match(line)):
                 continue
             with suppress(UserError):
                 if match[2]:
-                    start = parse_json(line, StartLine, path, "")
-                    yield start, records[::-1]
-                    records, end = [], min(end, start["start"])
+                    launch = parse_json(line, LaunchLine, path, "")
+                    yield launch, records[::-1]
+                    records, end = [], min(end, launch["first_step"])
                 elif first_step <= int(match[1]) < end and b'"%s": ' % key.encode() in line:
                     records.append(parse_json(line, Record, path, ""))
 
 
 def read_records(path: Path, key: str = "step") -> list[Record]:
-    """Return the records of a metrics.jsonl that have a key and that no later start repeats, from the first on."""
+    """Return the records of a metrics.jsonl that have a key and that no later launch repeats, from the first on."""
     return [record for _, records in [*segments(path, key=key)][::-1] for record in records]
 
 

@@ -58,8 +58,8 @@ class RunLog:
         self.heartbeat_at_s = -math.inf
         self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that tell() calls; {}: only print
 
-    def open(self, first_step: int, start: Mapping[str, Any]) -> None:
-        """Open the files and sinks of a run, on rank 0; `start` has "run", "id", "parent" and "how" of StartLine."""
+    def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
+        """Open the files and sinks of a run, on rank 0; `launch` has "run", "id", "parent" and "how" of LaunchLine."""
         config, folder = self.config, Path(self.config.checkpoint_dir)
         self.sinks = {LOG: LineFile(folder / LOG), METRICS: Metrics(folder / METRICS)}
         self.note(step=first_step)
@@ -67,8 +67,8 @@ class RunLog:
         with self._surviving(LOG):
             for line in self.facts["warnings"]:  # which were only printed so far
                 self.sinks[LOG].write(f"warning: {line}")
-        wandb = WandbSink(config, start, self.warn) if config.use_wandb else None
-        self.tell("log", first_step, {"start": first_step, **start, "wandb": wandb.id if wandb else ""})
+        wandb = WandbSink(config, launch, self.warn) if config.use_wandb else None
+        self.tell("log", first_step, {"first_step": first_step, **launch, "wandb": wandb.id if wandb else ""})
         if wandb:
             self.say(labelled("wandb", wandb.place))
             self.sinks["wandb"] = wandb
@@ -82,7 +82,7 @@ class RunLog:
     def step(
         self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
     ) -> None:
-        """Log a step every log_freq steps. The first one of a start tells little about the time left, `left_s`.
+        """Log a step every log_freq steps. The first one of a launch tells little about the time left, `left_s`.
 
         Args:
             facts: for status.json, besides the numbers.

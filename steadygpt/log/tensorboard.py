@@ -19,11 +19,11 @@ HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values 
 
 
 def open_writer(folder: Path, start_step: int) -> "SummaryWriter":
-    """Open a file of events that sorts after those of the starts before.
+    """Open a file of events that sorts after those of the launches before.
 
     TensorBoard reads files of events in the order of their names. Those begin with the second; host, process and a
     count follow, which do not grow from start to start ("9" sorts after "10"). Read in the wrong order, the older file
-    would hide the newer one, so a start in the same second may have to wait for the next one.
+    would hide the newer one, so a launch in the same second may have to wait for the next one.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -22,19 +22,19 @@ class WandbSink:
     """Sends the records of a run to Weights & Biases, with our step as W&B's.
 
     W&B takes steps in ascending order only, so a resumed run skips those that W&B has already. A run that goes back to
-    an older checkpoint continues as a new W&B run, and so does each offline start, which cannot know what W&B has. A
+    an older checkpoint continues as a new W&B run, and so does each offline launch, which cannot know what W&B has. A
     resumed run that cannot reach W&B records offline; a new one does not start.
 
     A thread sends the records, because a W&B process that hangs blocks its caller.
 
     Args:
-        start: "run" and "parent" of the line of the start, which stores `id` for the next start.
+        launch: "run" and "parent" of the line of the launch, which stores `id` for the next launch.
     """
 
-    def __init__(self, config: TrainConfig, start: Mapping[str, Any], warn: Callable[[str], object]):
+    def __init__(self, config: TrainConfig, launch: Mapping[str, Any], warn: Callable[[str], object]):
         known = None
-        for line, _ in segments(Path(config.checkpoint_dir, METRICS), math.inf):  # the newest start first
-            if line["run"] == start["run"] and line["wandb"]:
+        for line, _ in segments(Path(config.checkpoint_dir, METRICS), math.inf):  # the newest launch first
+            if line["run"] == launch["run"] and line["wandb"]:
                 known = line["wandb"]
                 break
         continues = Path(config.resume).stem in ("latest", "auto")  # otherwise W&B chooses a new id
@@ -52,10 +52,10 @@ class WandbSink:
             self.run = init(id=known if continues and wandb.setup().settings.mode != "offline" else None)
         except Exception as error:  # wandb raises its own errors for logins, networks and names
             reason = f"--use_wandb: wandb did not start ({brief(error)})"
-            if not start["parent"] or isinstance(error, ImportError):
+            if not launch["parent"] or isinstance(error, ImportError):
                 advice = "pip install wandb and log in with 'wandb login', set WANDB_MODE=offline, or drop the flag"
                 raise UserError(f"{reason}; {advice}") from error
-            warn(f"{reason}; this start is recorded offline")
+            warn(f"{reason}; this launch is recorded offline")
             self.run = init(id=None, mode="offline")
         self.warn = warn
         self.place = str(self.run.settings.sync_dir if self.run.offline else self.run.url)

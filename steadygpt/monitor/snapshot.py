@@ -35,10 +35,10 @@ HEALTHY = ("running", "stopped", "finished")  # states
 LONGEST_LINE = 2**20  # bytes; a longer one is none of ours
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
-# The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a start. The rest is not
-# parsed, so that a log of months is shown in seconds.
+# The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a launch. The rest is
+# not parsed, so that a log of months is shown in seconds.
 POINT = re.compile(
-    rb'\{"step": (\d{1,18}), "time": [\d.]+, "(loss|val_loss|start)": (\d{1,18}(?:\.\d+)?(?:e[+-]\d{1,3})?)[,}]'
+    rb'\{"step": (\d{1,18}), "time": [\d.]+, "(loss|val_loss|first_step)": (\d{1,18}(?:\.\d+)?(?:e[+-]\d{1,3})?)[,}]'
 )
 
 
@@ -184,7 +184,7 @@ class Curves:
                 if not (match := POINT.match(line)):
                     continue
                 step, name = int(match[1]), match[2].decode()
-                if name == "start":  # later starts win from their first step on
+                if name == "first_step":  # later launches win from their first step on
                     for curve in self.by_name.values():
                         del curve[bisect_left(curve, (step, -math.inf)) :]
                     continue

@@ -55,7 +55,7 @@ class Capture:
             "lr": self.optimizer.param_groups[0]["lr"],
             "epoch": self.plan.schedule.epochs(self.state.rows_consumed),
             "data_fingerprint": self.plan.fingerprint,
-            "starts": self.plan.starts,
+            "launches": self.plan.launches,
             "digests": digests,
             **self.plan.data.tokenizer_record._asdict(),
         }
@@ -87,7 +87,7 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
     state = TrainState()
     if checkpoint:
         state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
-        before, now = history.starts[-1], plan.starts[-1]
+        before, now = history.launches[-1], plan.launches[-1]
         if trained_with(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
             state.bad_steps = 0  # these count only steps of one batch size and mixture
     if saved:  # unmap the file: later saves replace it, and the disk has its space back

@@ -109,7 +109,7 @@ def recorded_sources(
     """Find the shards that a step trained on, and check that they are the same.
 
     Args:
-        recorded: name -> (folder, identity) of the start of that step.
+        recorded: name -> (folder, identity) of the launch of that step.
         known: the fingerprint of the run.
     """
     sources, any_id = [], 2**32  # the ids were checked before training
@@ -145,7 +145,7 @@ def find_val_sets(
         same = [ShardSet.find(first.name, first.folder, "val")]
         if (identity := same[0].identity(known, reads=True)) != first.identity:
             raise UserError(
-                f"{first.folder}: not the val shards of the first start, by which best_model.pt is chosen; found "
+                f"{first.folder}: not the val shards of the first launch, by which best_model.pt is chosen; found "
                 f"SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
                 "without validation: --eval_freq 0"
             )

@@ -9,7 +9,7 @@ import numpy as np
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import read_json
 from steadygpt.config import FIELDS, TrainConfig
-from steadygpt.run.starts import difference
+from steadygpt.run.launches import difference
 
 # What a loss depends on, besides the data: another seed, precision or machine changes it less than the band is wide.
 COMPARED = [n for n, f in FIELDS.items() if f.metadata["group"] == "model" or f.metadata["on_resume"] == "ask"]

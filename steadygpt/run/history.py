@@ -37,7 +37,7 @@ class History:
 
     config: TrainConfig  # what this command asks for, on top of what the checkpoint's run was asked for
     given: Mapping[str, str] = field(default_factory=dict)  # the options of this command, see parse_args()
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # of the first start, which still hold
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # of the first launch, which still hold
     checkpoint: dict | None = None
     weights: dict | None = None  # of --init_from; their tensors are read by build()
     path: Path | None = None  # of the checkpoint
@@ -48,8 +48,8 @@ class History:
     notes: tuple[str, ...] = ()  # for the plan
 
     @property
-    def starts(self) -> list[files.Start]:
-        return self.checkpoint["starts"] if self.checkpoint else []
+    def launches(self) -> list[files.Launch]:
+        return self.checkpoint["launches"] if self.checkpoint else []
 
     @property
     def step(self) -> int:
@@ -91,7 +91,7 @@ def open_history(config: TrainConfig, given: Mapping[str, str], ranks: Ranks, he
 def open_data(history: History, ranks: Ranks) -> Data:
     """Find the shards of a run and map them into memory on each rank, where they must be the same."""
     saved = TokenizerRecord.of(history.checkpoint) if history.checkpoint else None
-    val_sets = (Recorded(name, *place) for entry in history.starts for name, place in entry["val_sets"].items())
+    val_sets = (Recorded(name, *place) for entry in history.launches for name, place in entry["val_sets"].items())
     config, tells_best = replace(history.config, **history.decisions), next(val_sets, None)
     initial = TokenizerRecord.of(history.weights) if history.weights else None
     of_weights = (initial, history.weights["model_config"]["vocab_size"]) if history.weights and initial else None
@@ -197,14 +197,14 @@ def _open_on_main(config: TrainConfig, given: Mapping[str, str], held: ExitStack
         nowhere = f"from step 0: no checkpoints in {folder}" + f" or {config.mirror}" * bool(config.mirror)
         history = replace(_with_weights(config, given), run=Identity() if run.original else run)
         return replace(history, notes=(labelled("new run", nowhere),))
-    if not found.checkpoint["starts"]:
+    if not found.checkpoint["launches"]:
         raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
     renamed = {file: files.aside(file) for file in found.damaged if config.trains and not is_fork}
     damaged = [f"{line}; renamed {renamed[file].name}" if renamed else line for file, line in found.damaged.items()]
     notes = [labelled("skipped", line) for line in (*damaged, *found.skipped)]
     of_mirror = f" (restored from {config.mirror})" * bool(found.downloaded)
     notes.append(labelled("resumed", f"from {found.path}{of_mirror} at step {found.checkpoint['step']:,}"))
-    config, decisions, changes = resumed(found.checkpoint["starts"][-1], config, given)
+    config, decisions, changes = resumed(found.checkpoint["launches"][-1], config, given)
     notes += [labelled("changed", line) for line in changes]
     about = f"a new run in {folder}, with {config.mirror or 'no mirror'}"
     if is_fork:
@@ -267,17 +267,17 @@ def _with_weights(config: TrainConfig, given: Mapping[str, str]) -> History:
     return History(replace(config, **kept), given, weights=weights)
 
 
-def resumed(last: files.Start, config: TrainConfig, given: Mapping[str, str]) -> tuple[TrainConfig, dict, list[str]]:
+def resumed(last: files.Launch, config: TrainConfig, given: Mapping[str, str]) -> tuple[TrainConfig, dict, list[str]]:
     """Return the options of a run that resumes, the decisions that still hold, and a line for each option that changes.
 
-    A given option is compared with what the start that wrote the checkpoint was asked for, and with what was decided
-    then, so the command of the first start also resumes.
+    A given option is compared with what the launch that wrote the checkpoint was asked for, and with what was decided
+    then, so the command of the first launch also resumes.
     """
     options, decisions, changes = dict(last["options"]), dict(last["decisions"]), []
     for name in filter(given.__contains__, KEPT):
         rule, new, other = FIELDS[name].metadata["on_resume"], getattr(config, name), EXCLUSIVE.get(name, "")
         trained_with = decisions.get(name, options[name])
-        # A flag of the first start may have overridden the preset.
+        # A flag of the first launch may have overridden the preset.
         is_overridden = other and given[name] == "preset" and options[other] != FIELDS[other].default
         if new in (options[name], trained_with) or is_overridden:
             continue

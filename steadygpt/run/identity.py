@@ -30,7 +30,7 @@ class RunFile(TypedDict):
 
     id: Annotated[str, "[0-9a-f]{16}"]
     options: TrainConfig  # those of PLACES
-    machine: str  # of the last start, see this_machine()
+    machine: str  # of the last launch, see this_machine()
     folder: str  # its real path there
     inodes: tuple[int, int]  # of the folder, and of this file: two disks may give one number to their top folders
 

@@ -22,10 +22,10 @@ from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.run.history import IN_USE
 from steadygpt.run.identity import RUN, write_run
+from steadygpt.run.launches import note_of_launch
 from steadygpt.run.memory import checkpoint_bytes
 from steadygpt.run.plan import Plan
 from steadygpt.run.repeats import Repeats, repeated_records
-from steadygpt.run.starts import note_of_start
 
 OWN_FILES = (LOG, METRICS, STATUS, RUN, EVALUATIONS, TENSORBOARD, WANDB)  # besides checkpoints
 
@@ -45,7 +45,7 @@ def check_own_files(folder: Path) -> None:
 
 def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
     """Open the folder, mirror and logs of a run on rank 0; `held` closes the log and releases the lock."""
-    config, history, starts = plan.config, plan.history, plan.starts
+    config, history, launches = plan.config, plan.history, plan.launches
     folder = Path(config.checkpoint_dir)
     if not config.resume:  # otherwise open_history() has locked it
         held.enter_context(locked(folder, IN_USE))
@@ -74,12 +74,12 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
             mirror.patiently(partial(restore_files, mirror, folder))
         mirror.has_other_logs = False
     uploads = Uploads(mirror, config, log, mirrored) if mirror else None
-    writer = CheckpointWriter(config, starts, log, uploads)
-    now, repeats = {"run": history.run.id, **note_of_start(config, starts)}, Repeats(log)
+    writer = CheckpointWriter(config, launches, log, uploads)
+    now, repeats = {"run": history.run.id, **note_of_launch(config, launches)}, Repeats(log)
     if checkpoint := history.checkpoint:
         if history.is_fork:
             # It has this run's options. The file belongs to the other run, as does the best model so far.
-            checkpoint = checkpoint | {"starts": starts, "best_val_loss": None}
+            checkpoint = checkpoint | {"launches": launches, "best_val_loss": None}
         writer.resume(checkpoint, None if history.is_fork else history.path)
         records, reason = repeated_records(folder / METRICS, history.step, now["parent"], now["how"])
         is_exact = config.repeats_bits(plan.ranks.device.type, plan.ranks.world_size)

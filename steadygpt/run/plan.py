@@ -16,7 +16,7 @@ from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import DECIDED, LATEST, Start, trained_with
+from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, trained_with
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -38,9 +38,9 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.data import Data
 from steadygpt.run.expected import Expected
 from steadygpt.run.history import History
+from steadygpt.run.launches import epochs_of_sources, mixture_text, new_launch, phase_of
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps
-from steadygpt.run.starts import epochs_of_sources, mixture_text, new_start, phase_of
 
 SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
 WELL_KNOWN = "NVIDIA H100 80GB HBM3"
@@ -57,7 +57,7 @@ class Plan:
     """A run before it is built; the same on every rank but for `data`, `ranks` and the tensors in `history`."""
 
     config: TrainConfig  # settled
-    starts: list[Start]  # the last one is this start
+    launches: list[Launch]  # the last one is this launch
     schedule: Schedule
     fingerprint: dict[str, list]  # of the shards
     notes: tuple[str, ...]  # further lines, one per surprising choice
@@ -169,8 +169,8 @@ class Plan:
             if not self.history.config.max_steps:
                 text += f" and {config.steps_per_epoch:,} steps per epoch"
             return [labelled("data", text)]
-        entry = self.starts[-1]
-        epochs = epochs_of_sources(data, self.starts, self.last_row())
+        entry = self.launches[-1]
+        epochs = epochs_of_sources(data, self.launches, self.last_row())
         texts = []
         for shards, _, _ in data.sources:
             name = shards.name
@@ -250,7 +250,7 @@ def settle(history: History, data: Data, ranks: Ranks) -> Plan:
 
 def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
-    asked, before, decided, fingerprint = history.config, history.starts, history.decisions, history.fingerprint
+    asked, before, decided, fingerprint = history.config, history.launches, history.decisions, history.fingerprint
     config, world_size, threads = replace(asked, **decided), ranks.world_size, torch.get_num_threads()
     notes = [*history.notes]
     config.check_together()
@@ -286,16 +286,16 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
             labelled("rows", f"{found}: a step has {counted(config.rows_per_step // world_size, 'row')} on {where}")
         )
 
-    # The record of this start, and the number of steps, which may follow from its data.
-    starts: list[Start] = []
+    # The record of this launch, and the number of steps, which may follow from its data.
+    launches: list[Launch] = []
     if data.sources:
-        starts = [*before, new_start(history, data, fingerprint, ranks)]
-        if before and before[-1]["shares"] != starts[-1]["shares"]:
-            changed = " -> ".join(map(mixture_text, starts[-2:]))
+        launches = [*before, new_launch(history, data, fingerprint, ranks)]
+        if before and before[-1]["shares"] != launches[-1]["shares"]:
+            changed = " -> ".join(map(mixture_text, launches[-2:]))
             notes.append(labelled("changed", f"training data: {changed}"))
     if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
-    has_epochs = data.rows_per_epoch and not phase_of(starts).number if starts else not config.mix
+    has_epochs = data.rows_per_epoch and not phase_of(launches).number if launches else not config.mix
     rows_per_epoch = (config.steps_per_epoch * config.rows_per_step or data.rows_per_epoch) if has_epochs else 0
     config = with_steps(config, rows_per_epoch, history)
 
@@ -308,16 +308,16 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
     if writes:
         checked = {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
         fingerprint = fingerprint | checked
-        starts[-1] = new_start(history, data, fingerprint, ranks)
-    if starts:
+        launches[-1] = new_launch(history, data, fingerprint, ranks)
+    if launches:
         # The rows that memory has room for are chosen once, and --deterministic needs the same ones.
         sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
-        starts[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
-        starts[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
+        launches[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
+        launches[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
     ended = history.checkpoint and read_status(Path(config.checkpoint_dir)).get("status") == "finished"
     return {
         "config": config,
-        "starts": starts,
+        "launches": launches,
         "schedule": schedule,
         "fingerprint": fingerprint,
         "notes": tuple(filter(None, notes)),
@@ -338,7 +338,7 @@ def note_of_vocabulary(data: Data) -> str:
     return labelled("vocabulary", f"{found}; name the tokenizer that wrote them: --tokenizer NAME, or ids:N")
 
 
-def note_of_processes(config: TrainConfig, before: Sequence[Start], ranks: Ranks) -> str:
+def note_of_processes(config: TrainConfig, before: Sequence[Launch], ranks: Ranks) -> str:
     """Return the numbers of processes that compute the same bits, as a line for the plan."""
     count, step = config.virtual_ranks(), f"a step has {counted(config.grad_accum_steps(1), 'micro-batch')}"
     *others, most = [str(2**n) for n in range(count.bit_length())]
@@ -358,7 +358,7 @@ def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
     """Prepare a rank for a run whose precision is chosen, before its first matrix product.
 
     Args:
-        threads: of a CPU; with --deterministic all ranks and starts need the same number.
+        threads: of a CPU; with --deterministic all ranks and launches need the same number.
     """
     if config.compiles(device.type):
         check_compiler(device.type)

@@ -9,9 +9,9 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, printable
-from steadygpt.log.metrics import Record, StartLine, segments, without_nan
+from steadygpt.log.metrics import LaunchLine, Record, segments, without_nan
 from steadygpt.log.runlog import RunLog
-from steadygpt.run.starts import difference
+from steadygpt.run.launches import difference
 
 NUMBERS = ("loss", "grad_norm", "lr", "digest")  # of a record that are compared
 # Where bits are not promised: steps after the checkpoint -> relative difference of a loss that is usual, and of a
@@ -26,26 +26,26 @@ def repeated_records(path: Path, step: int, parent: str, how: Mapping[str, Any])
 
     Args:
         step: of the checkpoint.
-        parent: id of the start that wrote it.
-        how: what determines a step of this start, by name: only records of such starts are read.
+        parent: id of the launch that wrote it.
+        how: what determines a step of this launch, by name: only records of such launches are read.
 
     Returns: step -> record, up to the first one that cannot be compared; and why not, "" if all can.
     """
-    starts: list[tuple[StartLine, list[Record]]] = []
-    for start, records in segments(path, step, "loss"):
-        starts.append((start, records))
-        if start["id"] == parent or start["start"] < step:  # which repeats whatever came before
+    launches: list[tuple[LaunchLine, list[Record]]] = []
+    for launch, records in segments(path, step, "loss"):
+        launches.append((launch, records))
+        if launch["id"] == parent or launch["first_step"] < step:  # which repeats whatever came before
             break
     comparable: dict[int, Record] = {}
-    descended = {parent}  # starts, as far as they have the checkpoint's steps before them
-    for start, records in reversed(starts):
-        if start["parent"] in descended and start["start"] >= step:
-            descended.add(start["id"])
+    descended = {parent}  # launches, as far as they have the checkpoint's steps before them
+    for launch, records in reversed(launches):
+        if launch["parent"] in descended and launch["first_step"] >= step:
+            descended.add(launch["id"])
         if not records:
             continue
-        if start["id"] not in descended:
+        if launch["id"] not in descended:
             return comparable, "their records do not descend from this checkpoint"
-        changes = difference(start["how"], how)
+        changes = difference(launch["how"], how)
         if changes:
             return comparable, printable(changes)
         for record in records:
@@ -53,16 +53,18 @@ def repeated_records(path: Path, step: int, parent: str, how: Mapping[str, Any])
     return comparable, ""
 
 
-def recorded_steps(path: Path, first: int, last: int) -> tuple[StartLine, dict[int, Record]]:
-    """Return from a metrics.jsonl the start that took two steps, and its records of steps that no later start undid."""
-    for start, records in segments(path, key="loss"):  # the newest start first
-        if start["start"] > first or not records:
+def recorded_steps(path: Path, first: int, last: int) -> tuple[LaunchLine, dict[int, Record]]:
+    """Return the launch in a metrics.jsonl that took two steps, and its records that no later launch repeats."""
+    for launch, records in segments(path, key="loss"):  # the newest launch first
+        if launch["first_step"] > first or not records:
             continue
         record_of_step = {int(record["step"] or 0): record for record in records}
         if last in record_of_step:
-            return start, record_of_step
+            return launch, record_of_step
         recorded = f"has records of steps {min(record_of_step):,} to {max(record_of_step):,}, not of step {last:,}"
-        raise UserError(f"{path}: the start at step {start['start']:,} {recorded}; choose recorded steps of one start")
+        raise UserError(
+            f"{path}: the launch at step {launch['first_step']:,} {recorded}; choose recorded steps of one launch"
+        )
     raise UserError(f"{path}: no record of step {first:,}; choose other steps, or restore the logs")
 
 
@@ -76,11 +78,11 @@ def usual(steps: int) -> dict[str, float]:
 class Comparison:
     """Compares steps with their records, up to the first one that differs by more than is usual.
 
-    Where equal starts compute the same bits, no difference is usual.
+    Where equal launches compute the same bits, no difference is usual.
     """
 
     first: int  # step of the checkpoint that the steps come from
-    is_exact: bool = True  # equal starts compute the same bits
+    is_exact: bool = True  # equal launches compute the same bits
     steps: int = 0  # compared so far
     last: int = 0  # the last one of them
     largest: dict[str, float] = field(default_factory=dict)  # relative difference so far, by number
@@ -137,7 +139,7 @@ class Repeats:
     step: int = 0  # where the run has resumed
     records: dict[int, Record] = field(default_factory=dict)  # that are not compared yet, by step
     reason: str = ""  # why further ones are not compared
-    is_exact: bool = True  # equal starts compute the same bits
+    is_exact: bool = True  # equal launches compute the same bits
 
     def __post_init__(self) -> None:
         self.comparison = Comparison(self.step, self.is_exact)

@@ -8,7 +8,7 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, Start, trained_with
+from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, Launch, trained_with
 from steadygpt.choices import SCHEDULES, Decay
 from steadygpt.config import TrainConfig
 from steadygpt.run.history import History
@@ -67,7 +67,7 @@ class Schedule:
             text = f"starts at step {self.decay_start:,}; {STABLE} is saved just before"
             notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
         if checkpoint and step >= max(1, self.config.warmup_steps):
-            planned = self._of_start(checkpoint["starts"][-1])
+            planned = self._of_launch(checkpoint["launches"][-1])
             before = planned.learning_rate(step)
             now = self.learning_rate(step)
             if now > 1.1 * before:
@@ -77,11 +77,11 @@ class Schedule:
                 notes.append(labelled("lr", f"falls from {before:.2e} to {now:.2e} at once"))
         return notes
 
-    def _of_start(self, start: Start) -> "Schedule":
-        """Return the schedule that a start had planned."""
-        config = trained_with(start)
+    def _of_launch(self, launch: Launch) -> "Schedule":
+        """Return the schedule that a launch had planned."""
+        config = trained_with(launch)
         if not config.max_steps and self.rows_per_epoch:  # its epochs decided
-            max_steps = config.last_step(start["step"], start["row"], self.rows_per_epoch)
+            max_steps = config.last_step(launch["step"], launch["row"], self.rows_per_epoch)
             config = replace(config, max_steps=max_steps)
         return Schedule(config)
 

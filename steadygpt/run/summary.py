@@ -21,13 +21,13 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
     evaluations = saves.writer.evaluations
     age_s = process_age_s()
     elapsed_s = state.total_s()
-    since = " since this start" if state.elapsed_s else ""
+    since = " since this launch" if state.elapsed_s else ""
     lines = {}
 
     time = f"{duration_text(age_s)}, {duration_text(results.seconds)} of it training"
     time += f" ({counted(results.steps, 'step')})"
     if state.elapsed_s:
-        time = f"{duration_text(elapsed_s)} in total; since this start {time}"
+        time = f"{duration_text(elapsed_s)} in total; since this launch {time}"
     lines["time"] = time
 
     tokens = state.rows_consumed * config.context_length

@@ -206,7 +206,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
     assert "system_metrics_s 10.0, sharding ddp, " in text and "tokenizer_json" not in text
-    assert re.search(r"digest \d+ last start id 0000", text)
+    assert re.search(r"digest \d+ last launch id 0000", text)
     assert (weights, moments) == ("          1 x weight (1000,)", "          1 x weight.exp_avg (1000,)")
 
 
@@ -279,7 +279,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     assert str(path) == f"{tmp_path}/average:3"
     assert torch.equal(found["model"]["wte.weight"], mean(20, 30, 40))
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
-    assert found["step"] == 40 and not found["optimizer"] and not found["starts"]
+    assert found["step"] == 40 and not found["optimizer"] and not found["launches"]
     assert capsys.readouterr().err == ""
 
     damage(tmp_path / ROLLING.format(30), "one bit")

@@ -54,7 +54,7 @@ class Saver:
         self.log = Mock()
         folder.mkdir(exist_ok=True)
         uploads = Uploads(self.mirror, self.config, self.log)
-        self.writer = CheckpointWriter(self.config, run_content(0)["starts"], self.log, uploads)
+        self.writer = CheckpointWriter(self.config, run_content(0)["launches"], self.log, uploads)
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(step, run_content(step), list(tiers))
@@ -185,7 +185,7 @@ def test_two_runs_that_start_on_one_empty_mirror_are_not_mixed(saver_in):
     first.uploaded()
     second.save(2)
     assert second.uploaded() == {"latest.pt": 2}
-    assert "there: a later start, of the run name of 2222222222222222, uploads there now" in first.reports()[0]
+    assert "there: a later launch, of the run name of 2222222222222222, uploads there now" in first.reports()[0]
 
 
 def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
@@ -197,7 +197,7 @@ def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
         first.roll(step)
     assert first.uploaded() == {"latest.pt": 3, "latest_backup.pt": 1} | rolling(3, 1)
     _, warning = first.reports()
-    assert warning.startswith("uploads have stopped: file://") and "a later start, of the run name of" in warning
+    assert warning.startswith("uploads have stopped: file://") and "a later launch, of the run name of" in warning
     second.save(6)
     assert second.uploaded()["latest.pt"] == 6
 
@@ -290,7 +290,7 @@ def test_wrong_url_is_reported_before_training(workdir, s3, url, message):
         run_here("--mirror", url)
 
 
-START, OTHER = (f'{{"step": 2, "time": 1, "start": 2, "id": "{n}"}}\n'.encode() for n in "12")
+START, OTHER = (f'{{"step": 2, "time": 1, "first_step": 2, "id": "{n}"}}\n'.encode() for n in "12")
 P, L, R = b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}\n', START + b'{"step": 2}\n{"step": 3}\n'
 
 
@@ -300,7 +300,7 @@ P, L, R = b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}\n', START + b'{"step": 2}
     (P + L, P + R, R),
     (P + b'{"ste', P + R, b"\n" + R),
     (P + b'{"ste', P + L + R, b"\n" + L + R),
-    (P + L + R, P + R, b""),  # a start that ended before it uploaded its logs
+    (P + L + R, P + R, b""),  # a launch that ended before it uploaded its logs
     (P + L + R + OTHER, P + R, b""),
     (P + OTHER, P + L, b""),  # a record that a power cut has deleted here
     (P + OTHER, P + L + R, R),
@@ -322,7 +322,7 @@ FIRST = f"start one {FLAGS} --run_name first --mirror $URL"
 
 
 def resumed(capsys) -> str:
-    """Return the line about the checkpoint that the last start resumed from."""
+    """Return the line about the checkpoint that the last launch resumed from."""
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
 
 
@@ -540,7 +540,7 @@ def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_ma
     tell("resume one --max_steps 8")
     assert unclaimed[0] is False
     lines = map(json.loads, Mirror(s3_url).read("metrics.jsonl").decode().splitlines())
-    assert [line["start"] for line in lines if "start" in line] == [0, 4, 4]
+    assert [line["first_step"] for line in lines if "first_step" in line] == [0, 4, 4]
 
 
 def test_a_log_that_grows_beside_that_of_another_machine_is_uploaded_once(tmp_path):

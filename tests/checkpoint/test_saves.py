@@ -28,7 +28,7 @@ from steadygpt.checkpoint.table import checkpoint_table
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined
 
-STARTS = run_content(0)["starts"]
+STARTS = run_content(0)["launches"]
 
 
 @pytest.fixture
@@ -238,11 +238,11 @@ def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_re
     assert names(tmp_path)[1:] == [ROLLING.format(step) for step in (10, 40, 50)]
 
 
-@pytest.mark.parametrize("starts", [1, 4], ids=["while it runs", "between starts"])
-def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path, monkeypatch, starts):
+@pytest.mark.parametrize("launches", [1, 4], ids=["while it runs", "between launches"])
+def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path, monkeypatch, launches):
     for step in (10, 20, 30, 40):
         monkeypatch.setattr(time, "time", lambda step=step: 1e9 - step)
-        if starts > 1:
+        if launches > 1:
             writer = CheckpointWriter(writer.config, STARTS, Mock())
         writer.save(step, run_content(step), [ROLLING.format(step)])
     assert names(tmp_path) == ["latest.pt", "latest_backup.pt", ROLLING.format(30), ROLLING.format(40)]
@@ -251,7 +251,7 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path,
 
 @pytest.mark.parametrize("seed", range(10))
 def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_back(tmp_path, seed):
-    """Starts resume from any file; some evaluate the first step, whose weights the start before has computed."""
+    """Starts resume from any file; some evaluate the first step, whose weights the launch before has computed."""
     random = Random(seed)
     ranks, config = Ranks(torch.device("cpu")), TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=4)
     measured: dict[float, float] = {}  # the weights, known by their training loss -> validation loss
@@ -261,8 +261,8 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
         if there:
             path = random.choice(there)
             content = load(path)
-            content["starts"].append(STARTS[0] | {"id": f"{number:016x}", "step": content["step"]})
-        writer = CheckpointWriter(config, content["starts"], Mock())
+            content["launches"].append(STARTS[0] | {"id": f"{number:016x}", "step": content["step"]})
+        writer = CheckpointWriter(config, content["launches"], Mock())
         if there:
             writer.resume(content, path)
         manager = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
@@ -295,7 +295,7 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# runs that cannot save, and starts that may not
+# runs that cannot save, and launches that may not
 
 
 def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, monkeypatch):

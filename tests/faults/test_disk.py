@@ -117,7 +117,7 @@ def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk, capsys):
     assert steps[-1] == 250
     assert steps == sorted(steps)
     assert "warning: cannot write to TensorBoard: [Errno 28] No space left on device; training" in said
-    assert 30 < max(scalars("run/tensorboard")["train/loss"]) < 249  # its curves end there until the next start
+    assert 30 < max(scalars("run/tensorboard")["train/loss"]) < 249  # its curves end there until the next launch
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.storm)])
@@ -206,5 +206,5 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir, capsys):
     epoch = load("run/epoch_00005.pt")
     assert (epoch["step"], epoch["rows_consumed"]) == (93, 372)  # the first step after 370 rows
     assert epoch["epoch"] == pytest.approx(372 / 74)
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["starts"][-1]["commit"])
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit := epoch["launches"][-1]["commit"])
     assert f"version      {__version__}, commit {commit[:12]}" in Path("run/log.txt").read_text()

@@ -1,6 +1,6 @@
 """Runs that are interrupted, resumed and moved to other processes end as one uninterrupted run ends.
 
-A row of a table is a recipe and the starts of the run, in order; its reference is one start with the same recipe.
+A row of a table is a recipe and the launches of the run, in order; its reference is one launch with the same recipe.
 """
 
 import os
@@ -22,7 +22,7 @@ import train
 from steadygpt.checkpoint.files import read_checkpoint
 
 
-class Start(NamedTuple):
+class Launch(NamedTuple):
     """One start of a run: flags after those of the recipe, faults, and how it ends."""
 
     flags: tuple[str, ...] = ()
@@ -34,23 +34,23 @@ class Start(NamedTuple):
     before: Callable[[Path], object] = lambda folder: None  # called with the folder of the run
 
 
-def end(*flags: str, **more) -> Start:
+def end(*flags: str, **more) -> Launch:
     """A start that trains to the end."""
-    return Start(flags, **more)
+    return Launch(flags, **more)
 
 
-def stop(step: int, *flags: str, **more) -> Start:
+def stop(step: int, *flags: str, **more) -> Launch:
     """A start that SIGTERM stops after `step` steps."""
-    return Start(flags, faults=(partial(signal_at, step),), step=step, **more)
+    return Launch(flags, faults=(partial(signal_at, step),), step=step, **more)
 
 
-def kill(step: int, *flags: str, saved: int, **more) -> Start:
+def kill(step: int, *flags: str, saved: int, **more) -> Launch:
     """A start that is killed by kill -9 in a step, once an earlier one is saved."""
-    return Start(flags, faults=(partial(wait_in_step, step),), status=-signal.SIGKILL, killed=(saved, step), **more)
+    return Launch(flags, faults=(partial(wait_in_step, step),), status=-signal.SIGKILL, killed=(saved, step), **more)
 
 
-def take(start: Start, recipe: Sequence[str], name: str) -> None:
-    """Take a start of the run in the folder `name`: in this process, if it has one rank and is not killed."""
+def take(start: Launch, recipe: Sequence[str], name: str) -> None:
+    """Take a launch of the run in the folder `name`: in this process, if it has one rank and is not killed."""
     start.before(Path(name))
     flags = [*recipe, *folders(name), "--resume", "auto", *start.flags]
     tiny = TINY if "--mix" in flags else [*TINY, "--data_dir", "data"]
@@ -67,7 +67,7 @@ def take(start: Start, recipe: Sequence[str], name: str) -> None:
         assert run.wait() == [start.status] * start.ranks, run.text()
     if start.step is not None:
         later = start.ranks > 1  # ranks agree to stop one micro-step later
-        latest = read_checkpoint(Path(name, "latest.pt"))  # a damaged one would be skipped by the next start
+        latest = read_checkpoint(Path(name, "latest.pt"))  # a damaged one would be skipped by the next launch
         assert latest["step"] in range(start.step, start.step + later + 1)
 
 
@@ -78,7 +78,7 @@ REFERENCES: dict[str, Path] = {}  # of this session
 def run_beside_its_reference(tmp_path_factory, monkeypatch, request) -> Callable[..., str]:
     """Return a function that makes a run in a folder with its reference, which rows share, and returns its name."""
 
-    def make(recipe: Sequence[str], starts: Sequence[Start], reference: Sequence[Start]) -> str:
+    def make(recipe: Sequence[str], launches: Sequence[Launch], reference: Sequence[Launch]) -> str:
         if (key := repr((recipe, reference))) not in REFERENCES:
             monkeypatch.chdir(folder := tmp_path_factory.mktemp("runs"))
             write_data(folder / "data")
@@ -89,16 +89,16 @@ def run_beside_its_reference(tmp_path_factory, monkeypatch, request) -> Callable
             REFERENCES[key] = folder
         monkeypatch.chdir(REFERENCES[key])
         name = request.node.callspec.id
-        for start in starts:
+        for start in launches:
             take(start, recipe, name)
         return name
 
     return make
 
 
-def row(what: str, recipe: Sequence[str], *starts: Start, of: Sequence[Start] = (end(),), storm: bool = False):
-    """A row of a table; `of` are the starts of the reference."""
-    return pytest.param(recipe, starts, of, id=what, marks=pytest.mark.storm if storm else ())
+def row(what: str, recipe: Sequence[str], *launches: Launch, of: Sequence[Launch] = (end(),), storm: bool = False):
+    """A row of a table; `of` are the launches of the reference."""
+    return pytest.param(recipe, launches, of, id=what, marks=pytest.mark.storm if storm else ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ nan_from_5 = partial(bad_numbers, range(5, 100), "nan loss", 0)
 nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
 
 
-@pytest.mark.parametrize(("recipe", "starts", "of"), [
+@pytest.mark.parametrize(("recipe", "launches", "of"), [
     row("stop before the first step", GPT2, end("--max_hours", "1e-9", step=0), end("--max_hours", "0")),
     row("stop", GPT2, stop(3), stop(4), end()),
     row("stop in the last evaluation", ("--eval_freq", "8"), end(faults=(stop_in_validation,), step=8), end()),
@@ -135,7 +135,7 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
     row("modern, norms without weights", RMSNORM, stop(3), end()),
     row("extended from stable.pt", STABLE, end("--max_steps", "8", step=8), end("--resume", "stable")),
     row("moved and moved back", GPT2, stop(3),
-        Start(folders("elsewhere"), faults=(partial(signal_at, 6),), before=lambda folder: folder.rename("elsewhere")),
+        Launch(folders("elsewhere"), faults=(partial(signal_at, 6),), before=lambda folder: folder.rename("elsewhere")),
         end(before=Path("elsewhere").rename)),
     row("moved data", GPT2, stop(3), end("--data_dir", "moved", before=lambda _: shutil.copytree("data", "moved"))),
     row("too many bad steps", GPT2, end("--max_bad_steps", "3", faults=(nan_from_5,), status=1, step=5), end()),
@@ -151,8 +151,8 @@ nan_on_rank_1 = partial(bad_numbers, range(5, 100), "nan gradient", 1)
     row("bf16 on 2 ranks and 4", (*FOUR, "--precision", "bf16"), stop(3, ranks=2), end(ranks=4), storm=True),
     row("8 ranks", (*FOUR, "--total_batch_size", "128"), end(ranks=8), storm=True),
 ])  # fmt: skip
-def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, recipe, starts, of):
-    name = run_beside_its_reference(recipe, starts, of)
+def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, recipe, launches, of):
+    name = run_beside_its_reference(recipe, launches, of)
     assert_equals_reference(name, "loss", "grad_norm", "lr", "loss_z", "val_loss", "val_bpb")
     one, other = (load(f"{folder}/latest.pt") for folder in ("reference", name))
     for key in ("loss", "val_loss", "recent_losses", "bad_steps", "scaler"):
@@ -161,8 +161,8 @@ def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, rec
         if Path("reference", file).exists():
             assert_same_state(load(f"reference/{file}"), load(f"{name}/{file}"))
     log = Path(name, "log.txt").read_text()
-    assert ("warning: resumed at" in log) == any(start.status == 1 for start in starts)  # bad steps were logged
-    for start in starts:
+    assert ("warning: resumed at" in log) == any(start.status == 1 for start in launches)  # bad steps were logged
+    for start in launches:
         if start.killed:
             repeated = (
                 rf"^resumed at step {start.killed[0]}: repeated \d+ steps?, bit for bit the same losses, gradient"
@@ -186,13 +186,13 @@ def compile_with(backend: str, rank: int) -> None:
     torch.compile = partial(torch.compile, backend=backend)
 
 
-def compiled(backend: str) -> list[Start]:
+def compiled(backend: str) -> list[Launch]:
     """Starts that are eager, compiled and eager; inductor calls a C++ compiler for each kernel."""
-    second = Start(("--compile", "on"), faults=(partial(signal_at, 20), partial(compile_with, backend)), step=20)
+    second = Launch(("--compile", "on"), faults=(partial(signal_at, 20), partial(compile_with, backend)), step=20)
     return [stop(10), second, end("--compile", "off")]
 
 
-@pytest.mark.parametrize(("recipe", "starts", "of"), [
+@pytest.mark.parametrize(("recipe", "launches", "of"), [
     row("2 ranks and 1", EVALUATED, stop(4, ranks=2), end()),
     row("fsdp, hybrid, 1 rank", EVALUATED,
         stop(3, *FSDP, ranks=2), stop(6, *HYBRID, ranks=4), end(*NO_FSDP), storm=True),
@@ -206,8 +206,8 @@ def compiled(backend: str) -> list[Start]:
     row("aot_eager", ONE_LAYER, *compiled("aot_eager"), storm=True),
     row("inductor", ONE_LAYER, *compiled("inductor"), storm=True),
 ])  # fmt: skip
-def test_a_run_ends_close_to_its_reference(run_beside_its_reference, recipe, starts, of):
-    name = run_beside_its_reference(recipe, starts, of)
+def test_a_run_ends_close_to_its_reference(run_beside_its_reference, recipe, launches, of):
+    name = run_beside_its_reference(recipe, launches, of)
     for key in ("loss", "grad_norm", "val_loss", "val_bpb"):
         assert metrics(f"{name}", key) == pytest.approx(metrics("reference", key), abs=1e-5), key
     expected, found = (load(f"{folder}/latest.pt") for folder in ("reference", name))

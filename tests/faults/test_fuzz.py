@@ -230,7 +230,9 @@ def files(tmp_path_factory):
 
 def settled() -> TrainConfig:
     """Return the configuration of the run in checkpoints/."""
-    return replace(trained_with(read_checkpoint(Path("checkpoints/latest.pt"))["starts"][-1]), expect="prediction.json")
+    return replace(
+        trained_with(read_checkpoint(Path("checkpoints/latest.pt"))["launches"][-1]), expect="prediction.json"
+    )
 
 
 def see_prediction() -> None:
@@ -341,9 +343,9 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
     def use(content: dict) -> None:
         checkpoint = as_checkpoint(content, Path("latest.pt"))
         assert [*details(checkpoint)]
-        if not checkpoint["starts"]:
+        if not checkpoint["launches"]:
             raise UserError("converted weights")  # as history.py says it
-        options, _, _ = resumed(checkpoint["starts"][-1], config, {})
+        options, _, _ = resumed(checkpoint["launches"][-1], config, {})
         judge(
             options,
             checkpoint["recent_losses"],

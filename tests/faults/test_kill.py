@@ -18,7 +18,7 @@ from injected import kill_at, record_save_calls
 import replay
 from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.log.metrics import METRICS, segments
-from steadygpt.run.starts import phase_of
+from steadygpt.run.launches import phase_of
 
 FLAGS = ("--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
 
@@ -131,7 +131,7 @@ def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "
 ])  # fmt: skip
 def test_kill_at_random_instants(sources, least, where, start, parts, record_property):
     kill_repeatedly(least, start, where, record_property, parts)
-    assert phase_of(load("run0/latest.pt")["starts"]).number == len(parts) - 1
+    assert phase_of(load("run0/latest.pt")["launches"]).number == len(parts) - 1
 
 
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [

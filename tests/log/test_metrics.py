@@ -1,4 +1,4 @@
-"""metrics.jsonl: segments of several starts, joined."""
+"""metrics.jsonl: segments of several launches, joined."""
 
 import json
 import random
@@ -14,8 +14,17 @@ from steadygpt.log.metrics import METRICS, LineFile, read_records, segments
 
 
 def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
-    """Return the line with which a start begins its segment."""
-    line = {"step": step, "time": 1.5, "start": step, "run": run, "id": id, "parent": parent, "how": {}, "wandb": ""}
+    """Return the line with which a launch begins its segment."""
+    line = {
+        "step": step,
+        "time": 1.5,
+        "first_step": step,
+        "run": run,
+        "id": id,
+        "parent": parent,
+        "how": {},
+        "wandb": "",
+    }
     return line | more
 
 
@@ -51,13 +60,17 @@ def test_the_reader_needs_only_the_end_of_a_long_log(tmp_path):
     found = list(islice(segments(path, first_step=2, key="loss"), 2))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [(start["start"], [r["step"] for r in records]) for start, records in found] == [(3, [3, 4]), (0, [2])]
+    segments_read = [(launch["first_step"], [r["step"] for r in records]) for launch, records in found]
+    assert segments_read == [
+        (3, [3, 4]),
+        (0, [2]),
+    ]
     assert peak < 2**25
 
 
 BROKEN = [
-    '{"step": 5, "ti', '{"step": 5, "loss": "low"}', '{"step": 5, "time": 1, "start": 5, "run": "a',
-    '{"step": 5, "time": 1, "start": 1, "run": 3}', '{"step": 5, "loss": ' + "9" * 999 + "}",
+    '{"step": 5, "ti', '{"step": 5, "loss": "low"}', '{"step": 5, "time": 1, "first_step": 5, "run": "a',
+    '{"step": 5, "time": 1, "first_step": 1, "run": 3}', '{"step": 5, "loss": ' + "9" * 999 + "}",
     '{"step": 5, "loss": ' + "[" * 9_999, "\x00" * 99, "[]", "",
 ]  # fmt: skip
 

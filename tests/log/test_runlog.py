@@ -47,7 +47,7 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     log.close()
     start, line = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert re.fullmatch(
-        r'\{"step": 0, "time": \S+, "start": 0, "run": "tiny", "id": "[0-9a-f]{16}", "parent": "", "how": \{\}, '
+        r'\{"step": 0, "time": \S+, "first_step": 0, "run": "tiny", "id": "[0-9a-f]{16}", "parent": "", "how": \{\}, '
         r'"wandb": ""\}\n',
         start,
     )

@@ -138,7 +138,7 @@ def write(tmp_path, start_step, steps, loss=1.0, resume="latest", run="tiny") ->
 
 
 OLDER = {"resume": "checkpoints/rolling_step_000003.pt"}
-STARTS = {  # starts: the first step, the steps, what is different; then id -> run's name, number of the start -> steps
+STARTS = {  # starts: the first step, the steps, what is different; then id -> run's name, number of the launch -> steps
     "a resume continues where the server is and sends nothing twice": (
         [(None, range(6), {}), (5, range(5, 8), {})], {"id0": ("tiny", {0: range(6), 1: range(6, 8)})},
     ),
@@ -154,7 +154,7 @@ STARTS = {  # starts: the first step, the steps, what is different; then id -> r
         [(None, range(4), {}), (4, range(4, 6), {"run": "copy"}), (6, range(6, 8), {"run": "copy"})],
         {"id0": ("tiny", {0: range(4)}), "id1": ("copy", {1: range(4, 6), 2: range(6, 8)})},
     ),
-    "offline starts stay apart from the run online": (
+    "offline launches stay apart from the run online": (
         [(None, range(4), {}), (2, range(2, 6), {"mode": "offline"}), (6, range(6, 8), {"mode": "offline"}),
          (8, range(8, 10), {})],
         {"id0": ("tiny", {0: range(4), 3: range(8, 10)}), "id1": ("tiny", {1: range(2, 6)}),
@@ -165,8 +165,8 @@ STARTS = {  # starts: the first step, the steps, what is different; then id -> r
 
 @pytest.mark.parametrize("case", STARTS)
 def test_a_start_continues_a_run_of_the_server_or_begins_one(case, tmp_path, wandb):
-    starts, expected = STARTS[case]
-    for number, (first, steps, changes) in enumerate(starts):
+    launches, expected = STARTS[case]
+    for number, (first, steps, changes) in enumerate(launches):
         wandb.mode = changes.get("mode", "online")
         options = {name: value for name, value in changes.items() if name in ("resume", "run")}
         write(tmp_path / changes.get("folder", ""), first, steps, loss=float(number), **options)
@@ -200,7 +200,7 @@ def test_wandb_that_fails_to_start_is_a_user_error_but_does_not_stop_a_resume(tm
     assert "WANDB_MODE=offline" in str(raised.value)
     assert "\n" not in str(raised.value)
     write(tmp_path, 0, [0])
-    assert "Traceback of wandb); this start is recorded offline" in capsys.readouterr().err
+    assert "Traceback of wandb); this launch is recorded offline" in capsys.readouterr().err
     assert wandb.runs == {"id0": [(0, {"loss": 1.0})]}
 
 

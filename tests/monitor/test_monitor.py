@@ -226,7 +226,7 @@ BROKEN_LINES = [
     '{"step": "x", "time": 1, "loss": 1}', '{"step": -1, "time": 1, "loss": 1}', '{"time": 1, "loss": 1}',
     '{"step": 1, "time": 1, "loss": "low"}', '{"step": 1, "time": 1, "loss": NaN}',
     '{"step": 1, "time": 1, "loss": 1e999}', '{"step": 1, "time": 1, "loss": -1e308}',
-    '{"step": 1' + "0" * 5000 + ', "time": 1, "loss": 1}', '{"step": 1, "time": 1, "start": "x"}',
+    '{"step": 1' + "0" * 5000 + ', "time": 1, "loss": 1}', '{"step": 1, "time": 1, "first_step": "x"}',
     '{"step": 1, "time": 1, "lo', "\xff\xfe not JSON", "[1, 2]", "\x00" * 99, "",
 ]  # fmt: skip
 

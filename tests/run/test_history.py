@@ -1,4 +1,4 @@
-"""The options of a resumed run: what it was asked for, what its first start decided, and what the command changes."""
+"""The options of a resumed run: what it was asked for, what its first launch decided, and what the command changes."""
 
 import dataclasses
 from pathlib import Path
@@ -8,14 +8,14 @@ from conftest import run_content
 from test_config import parse
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import Start, as_checkpoint
+from steadygpt.checkpoint.files import Launch, as_checkpoint
 from steadygpt.config import FIELDS, KEPT, TrainConfig, parse_args
 from steadygpt.run.history import resumed
 
 
-def start(config=None, **decisions) -> Start:
-    """Return a start that was asked for these options, in the record of a checkpoint."""
-    [entry] = run_content(3)["starts"]
+def start(config=None, **decisions) -> Launch:
+    """Return a launch that was asked for these options, in the record of a checkpoint."""
+    [entry] = run_content(3)["launches"]
     return entry | {"options": {name: getattr(config or TrainConfig(), name) for name in KEPT}, "decisions": decisions}
 
 
@@ -59,7 +59,7 @@ def test_optimization_option_needs_allow_changes(name):
 
 
 def test_the_command_of_the_first_start_also_resumes():
-    """What the first start decided holds, whether the command repeats what was asked or what was decided."""
+    """What the first launch decided holds, whether the command repeats what was asked or what was decided."""
     argv = ["--config", "quickstart", "--max_steps", "50", "--precision", "auto", "--micro_steps", "4"]
     asked, _ = parse_args(argv)
     decided = {"warmup_steps": 5, "precision": "bf16", "total_batch_size": 1024}
@@ -113,7 +113,7 @@ def test_flags_that_need_other_options_accept_them_from_the_checkpoint(before, f
 
 def test_options_missing_from_the_checkpoint_keep_their_defaults():
     content = run_content(3)
-    del content["starts"][0]["options"]["sharding"]
-    content["starts"][0]["options"]["no_longer_there"] = 1
-    found = as_checkpoint(content, Path("latest.pt"))["starts"][0]["options"]
+    del content["launches"][0]["options"]["sharding"]
+    content["launches"][0]["options"]["no_longer_there"] = 1
+    found = as_checkpoint(content, Path("latest.pt"))["launches"][0]["options"]
     assert found == {name: f.default for name, f in FIELDS.items() if name in KEPT}

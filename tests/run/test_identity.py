@@ -12,7 +12,7 @@ import pytest
 import torch
 import upload_manager
 from conftest import folders, load, metrics, options_in, run_here, scalars
-from stories import starts, tell
+from stories import launches, tell
 
 import train
 from steadygpt.base.options import UserError
@@ -43,7 +43,7 @@ def contents(*folders: str) -> dict[Path, bytes]:
 FIRST = "start one --max_steps 3 --use_tensorboard --mirror $URL"
 TWICE = "resume x --max_steps 6\nresume x --max_steps 7"
 COPY = "copy         of the run in {here}/one: a new run in x, with no mirror"
-Logs = dict[str, tuple[str, range]]  # folder -> a letter for the run of each start, the steps
+Logs = dict[str, tuple[str, range]]  # folder -> a letter for the run of each launch, the steps
 STORIES: dict[str, tuple[str, Logs, str]] = {
     "a moved folder": (
         f"{FIRST}\nmv one x\n{TWICE}", {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
@@ -95,7 +95,7 @@ STORIES: dict[str, tuple[str, Logs, str]] = {
     "a run that changes between two machines": (
         f"{FIRST}\nresume x --mirror $URL --max_steps 6\nresume one --max_steps 8",
         {"one": ("aaa", range(8)), "x": ("aa", range(6)), "there": ("aaa", range(8))}, ""),
-    "a restored copy": (  # its log begins with the start of the original
+    "a restored copy": (  # its log begins with the launch of the original
         f"{FIRST}\ncp -r one x; rm -r there\nresume x --mirror $URL --max_steps 4\n"
         "resume y --mirror $URL --max_steps 5",
         {"one": ("a", range(3)), "x": ("ab", range(4)), "y": ("abb", range(5)), "there": ("abb", range(5))}, ""),
@@ -111,7 +111,7 @@ STORIES: dict[str, tuple[str, Logs, str]] = {
 @pytest.mark.parametrize(("story", "logs", "says"), STORIES.values(), ids=STORIES)
 def test_logs_curves_and_mirror_belong_to_one_run(url, capsys, story, logs, says):
     tell(story)
-    of_folders = {str(path.parent): starts(path.parent) for path in Path().rglob("metrics.jsonl")}
+    of_folders = {str(path.parent): launches(path.parent) for path in Path().rglob("metrics.jsonl")}
     in_order = sorted((start["time"], start["run"]) for lines in of_folders.values() for start in lines)
     letters = dict(zip(dict.fromkeys(run for _, run in in_order), "ab", strict=False))
     runs = {folder: "".join(letters[start["run"]] for start in lines) for folder, lines in of_folders.items()}
@@ -341,14 +341,14 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
     theirs, home = f"file://{Path.cwd()}/theirs", f"{Path.cwd()}/home"
     content = load("one/latest.pt")
     places = {"checkpoint_dir": home, "logdir": home, "tensorboard_dir": home, "run_name": "../home", "mirror": theirs}
-    content["starts"][0]["options"] |= places | {"use_wandb": True, "alert_url": "http://127.0.0.1:9"}
+    content["launches"][0]["options"] |= places | {"use_wandb": True, "alert_url": "http://127.0.0.1:9"}
     torch.save(content, "one/latest.pt")
     for name in ("run.json", "status.json"):
         record = json.loads(Path("one", name).read_text())
         options = record.get("options", {}) | places | {"use_wandb": True}
         record |= {"options": options, "folder": home, "logdirs": [home], "tensorboard": home, **places}
         Path("one", name).write_text(json.dumps(record))
-    start = starts("one")[0] | {"logdir": home, "wandb": "theirs", "mirror": theirs}
+    start = launches("one")[0] | {"logdir": home, "wandb": "theirs", "mirror": theirs}
     Path("one/metrics.jsonl").write_text(f"{json.dumps(start)}\n")
     Path("one/index.json").write_text(json.dumps({"run": "0" * 16, "name": "x", "writer": "0" * 16, "checkpoints": {}}))
     tell("cp -r one x; rm -r one")

@@ -71,7 +71,7 @@ def test_steps_after_a_change_are_not_compared_though_the_start_saved_nothing(ru
     shutil.copytree("a", "before", ignore=shutil.ignore_patterns("metrics.jsonl"))
 
     def forget_saves() -> None:
-        """Restore the folder but for its log, as if the start had been killed before its first save."""
+        """Restore the folder but for its log, as if the launch had been killed before its first save."""
         shutil.move("a/metrics.jsonl", "log")
         shutil.rmtree("a")
         shutil.copytree("before", "a")
@@ -102,7 +102,7 @@ def start(step: int, id: str, parent: str, ranks: int = 1) -> dict:
 
 
 def compared(*lines: dict, parent: str = "A") -> tuple[list[int], str]:
-    """Return the steps that a start at step 4 compares, and why not all, for a log with these lines."""
+    """Return the steps that a launch at step 4 compares, and why not all, for a log with these lines."""
     path = Path("metrics.jsonl")
     path.unlink(missing_ok=True)
     records, reason = repeated_records(write_lines(path, *lines), 4, parent, {"ranks": 1})
@@ -117,7 +117,7 @@ def test_records_are_compared_up_to_the_first_one_of_another_start_or_course(tmp
     assert compared(*run, start(6, "B", "A", ranks=2), *steps(6, 8)) == ([4, 5], "ranks 2 -> 1")
     assert compared(*run, start(6, "B", "other"), *steps(6, 7))[0] == [4, 5]
     assert compared(*run, parent="other") == ([], "their records do not descend from this checkpoint")
-    # An earlier start that the repeated steps do not come from.
+    # An earlier launch that the repeated steps do not come from.
     assert compared(start(0, "X", ""), *steps(0, 1), start(1, "A", "X"), *steps(1, 5)) == ([4], "")
     # A start at the same step, while the log before it is of another course.
     assert compared(start(0, "X", ""), *steps(0, 4), start(4, "B", "A"), *steps(4, 5)) == ([4], "")

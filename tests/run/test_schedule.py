@@ -59,7 +59,7 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
     other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
     for step in range(0, settled.max_steps + 1, 1 + settled.max_steps // 20):
         start = {"options": dataclasses.asdict(config), "decisions": {}, "step": 0, "row": 0}
-        checkpoint = {"step": step, "lr": 0.0, "starts": [start]}
+        checkpoint = {"step": step, "lr": 0.0, "launches": [start]}
         lines = [line for line in Schedule(settled, rows_per_epoch).notes(checkpoint) if line.startswith("lr ")]
         assert not lines, (step, lines)
         changed = Schedule(other, rows_per_epoch)

@@ -54,8 +54,8 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_an_earlier_validation_w
     bits = metrics("checkpoints", "val_bpb")[8]
     run_here("--resume", "latest", "--max_steps", "11")
     found = summary(workdir)
-    assert re.fullmatch(r"\d.* s in total; since this start .* s, .* of it training \(2 steps\)", found["time"])
-    assert all("since this start" in found[name] for name in ("speed", "memory", "saves"))
+    assert re.fullmatch(r"\d.* s in total; since this launch .* s, .* of it training \(2 steps\)", found["time"])
+    assert all("since this launch" in found[name] for name in ("speed", "memory", "saves"))
     assert found["tokens"].startswith("704, ") and f" ({bits:.4f} bits per byte), best " in found["loss"]
     path = workdir / "checkpoints/evaluations.json"
     content = json.loads(path.read_text())
