@@ -99,10 +99,10 @@ class Evaluation:
         self.log.tell("histograms", state.step, self.model)
 
     def validate(self, val: RowStream) -> dict[str, float]:
-        """Return the loss (val_loss) and the bits per byte (val_bpb) of a validation set, of rows spread over it.
+        """Return the mean loss (val_loss) and the bits per byte (val_bpb) of a validation set, of rows spread over it.
 
         They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
-        are left out if no bytes are known.
+        are left out if no bytes are known. Any other term of the loss is returned as val_NAME.
 
         Raises: Stopped.
         """
@@ -118,17 +118,25 @@ class Evaluation:
             for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
                 self.stop.check()
                 inputs, targets = batches.next()
-                losses = self.forward(inputs, targets, reduction="none")  # (B, T)
-                sizes = bytes_of_token[targets]
+                loss_terms = self.forward(inputs, targets)
+                sizes = bytes_of_token[targets]  # (B, T)
+                # The last rows are set to zero, not cut off: a new shape of the inputs would recompile the model.
                 end = max(0, rows - first)
-                losses[end:] = 0  # not cut from the inputs: a new shape would recompile the model
                 sizes[end:] = 0
-                sums.append(torch.stack([losses.sum(), losses.where(sizes > 0, 0).sum(), sizes.sum()]))
+                sums_of_batch = []
+                for losses in loss_terms.values():
+                    losses[end * config.context_length :] = 0
+                    sums_of_batch.append(losses.sum())
+                nats = loss_terms["loss"].where(sizes.flatten() > 0, 0).sum()
+                sums.append(torch.stack([*sums_of_batch, nats, sizes.sum()]))
         sums_of_ranks = ranks.gather(torch.stack(sums).tolist())
-        loss, nats, size = map(math.fsum, zip(*chain.from_iterable(sums_of_ranks), strict=True))  # rounded once
-        scores = {"val_loss": loss / (rows * config.context_length)}
-        if size:
-            scores["val_bpb"] = nats / (math.log(2) * size)
+        totals = [math.fsum(column) for column in zip(*chain.from_iterable(sums_of_ranks), strict=True)]  # rounded once
+        *totals_of_terms, nats_total, bytes_total = totals
+        scores = {}
+        for name, total in zip(loss_terms, totals_of_terms, strict=True):
+            scores[f"val_{name}"] = total / (rows * config.context_length)
+        if bytes_total:
+            scores["val_bpb"] = nats_total / (math.log(2) * bytes_total)
         return scores
 
     def _bytes_of_token(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ train_step() in train.py is the step; nothing here needs to change for another l
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from steadygpt.config import TrainConfig
 from steadygpt.machine import parallel
 from steadygpt.machine.device import seed
 from steadygpt.machine.gradient_sum import GradientSum
+from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks, StopSignal
 from steadygpt.run.results import StepResult, judge
 
@@ -38,7 +39,9 @@ class Guard:
     gradient_sum: GradientSum | None  # with --deterministic
     stop: StopSignal
     state: TrainState
-    losses: list[Tensor] = field(default_factory=list)  # of the micro-batches of this step on this rank
+    # Of the loss of this step: the names of its terms, and their means on this rank, (terms,) of each micro-batch.
+    names: tuple[str, ...] = ()
+    means: list[Tensor] = field(default_factory=list)
 
     def batches(self, batches: BatchLoader) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets of this rank's micro-batches of the next step, each (B, T) int64.
@@ -47,7 +50,7 @@ class Guard:
         """
         micro_steps = self._micro_steps()
         self._zero_gradients()
-        self.losses = []
+        self.means = []
         for micro_step in range(micro_steps):
             self.stop.check()
             # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
@@ -58,14 +61,16 @@ class Guard:
             if self.gradient_sum:
                 self._end_virtual_rank(self.gradient_sum, micro_step + 1)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of the mean loss of a micro-batch, a scalar."""
-        self.losses.append(loss.detach())
+    def backward(self, terms: Mapping[str, Tensor]) -> None:
+        """Add the gradients of the loss of a micro-batch, whose terms are (B * T,) each."""
+        means = mean_terms(terms)
+        self.names = tuple(terms)
+        self.means.append(means.detach())
         # DDP and FSDP average the gradients over the ranks.
         micro_batches = self._micro_steps()
         if self.gradient_sum:
             micro_batches *= self.ranks.world_size
-        self.scaler.scale(loss / micro_batches).backward()
+        self.scaler.scale(means.sum() / micro_batches).backward()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to a norm, 0 for none, and return the norm before, a scalar of all ranks."""
@@ -78,13 +83,17 @@ class Guard:
         """End the step: update the weights, unless loss or gradient forbid it, and count the step.
 
         Args:
-            metrics: scalars of this rank. Their means over the ranks are logged with the step.
+            metrics: scalars of this rank. Their means over the ranks are logged with the step, as the terms of the loss
+                are.
         """
-        means = [self.ranks.mean(torch.stack(self.losses))]
-        means += [self.ranks.mean(metric.detach().reshape(1)) for metric in metrics.values()]
+        numbers = {"grad_norm": grad_norm}
+        for name, means in zip(self.names, torch.stack(self.means, dim=1), strict=True):
+            numbers[name] = self.ranks.mean(means)
+        for name, metric in metrics.items():
+            numbers[name] = self.ranks.mean(metric.detach().reshape(1))
         # All numbers are of all ranks, so all ranks make the same decision when one of them has a NaN or a spike.
-        numbers = torch.stack([grad_norm, *means])
-        norm, loss, *values = numbers.tolist()  # the host waits for the device, once a step
+        values = torch.stack(list(numbers.values())).tolist()  # the host waits for the device, once a step
+        measured = dict(zip(numbers, values, strict=True))
         rows = self.config.step_at(self.state.rows_consumed)
         result = judge(
             self.config,
@@ -92,10 +101,10 @@ class Guard:
             step=self.state.step,
             rows=rows,
             lr=lr,
-            loss=loss,
-            grad_norm=norm,
+            loss=measured.pop("loss"),
+            grad_norm=measured.pop("grad_norm"),
             loss_scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-            metrics=dict(zip(metrics, values, strict=True)),
+            metrics=measured,
         )
         if result.updated:
             self.optimizer.step()  # in place of scaler.step(), which knows only of overflows

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from model import GPT
 from steadygpt.base.options import UserError, option, parse_options, run_cli
@@ -31,7 +30,6 @@ from steadygpt.convert.weights import CheckpointOptions, load_model
 from steadygpt.data.tasks import CORE, GREEDY, HELLASWAG, SCHEMA, Task, load_core, load_hellaswag
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
-from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks, joined
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
@@ -122,14 +120,15 @@ def make_batches(widths: Sequence[int], tokens_per_batch: int) -> list[list[int]
     return batches
 
 
-def score_batch(model: nn.Module, batch: Sequence[Question], device: torch.device) -> list[list[tuple[float, float]]]:
+def score_batch(model: GPT, batch: Sequence[Question], device: torch.device) -> list[list[tuple[float, float]]]:
     """Return of each answer of each question the summed loss in nats, and the least lead of a token's logit.
 
     Logits are computed for scored tokens only. Without any, both are 0.
     """
     width = max(1, *(question.width for question in batch))
     inputs, positions = torch.zeros(2, len(batch), width, dtype=torch.int64)
-    targets = torch.full_like(inputs, IGNORED_TARGET)
+    targets = torch.zeros_like(inputs)
+    is_target = torch.zeros_like(inputs, dtype=torch.bool)
     branches = torch.zeros_like(inputs)  # 0: shared, visible to all; 1, 2, ...: branches, each visible to itself
     for i, question in enumerate(batch):
         shared = begin = question.shared
@@ -138,14 +137,17 @@ def score_batch(model: nn.Module, batch: Sequence[Question], device: torch.devic
             ids, end = torch.from_numpy(answer), begin + len(answer) - shared - 1
             inputs[i, begin:end] = ids[shared:-1]
             targets[i, end - count : end] = ids[len(ids) - count :]
+            is_target[i, end - count : end] = True
             positions[i, begin:end] = torch.arange(shared, len(ids) - 1)
             branches[i, begin:end] = number
             begin = end
-    inputs, targets, positions, branches = (x.to(device) for x in (inputs, targets, positions, branches))
+    branches = branches.to(device)
     same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     mask = same.tril()[:, None]  # (B, 1, width, width)
-    scores = model(inputs, targets, reduction="scored", positions=positions, mask=mask).float().cpu()
-    losses, leads = scores.T.contiguous()
+    scores = model.answer_scores(
+        inputs.to(device), targets.to(device), is_target.to(device), positions.to(device), mask
+    )
+    losses, leads = scores.cpu().T.contiguous()
     counts = [*chain.from_iterable(question.scored for question in batch)]
     sums = [part.sum().item() for part in losses.split(counts)]
     least = [min(part.tolist(), default=0.0) for part in leads.split(counts)]

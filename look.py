@@ -170,7 +170,8 @@ def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.n
         with evaluating(model), autocast(device, precision):
             for batch in torch.from_numpy(rows).split(rows_at_once):
                 ids = batch.to(device)
-                losses.append(model(ids[:, :-1], ids[:, 1:], reduction="none").float().mean(1).cpu())
+                loss_terms = model(ids[:, :-1], ids[:, 1:])
+                losses.append(loss_terms["loss"].view(-1, T).mean(1).cpu())
                 bar.update(len(ids))
     return torch.cat(losses).numpy()
 

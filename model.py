@@ -1,4 +1,4 @@
-"""GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat: one pre-norm block whose parts are options, loss in chunks.
+"""GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat: one pre-norm block whose parts are options, and the loss.
 
 Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map one to one.
 Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from steadygpt.choices import ACTIVATIONS, NORMS
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.attention import OPERATORS, attention
-from steadygpt.machine.loss import IGNORED_TARGET, token_losses
+from steadygpt.machine.loss import token_losses
+
+DEFAULT_OPTIONS = TrainConfig()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # blocks
@@ -27,7 +30,9 @@ class KVCache:
     """Keys and values of the tokens a batch has seen: for each layer both, (B, kv_heads, max_length, head_size)."""
 
     def __init__(self, config: GPTConfig, max_length: int | None = None):
-        self.max_length = min(max_length or config.context_length, config.context_length)
+        self.max_length = config.context_length
+        if max_length:
+            self.max_length = min(max_length, config.context_length)
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated by the first append, which knows batch and dtype
 
@@ -87,10 +92,14 @@ class Linear(nn.Linear):
         pass  # PyTorch's values would be overwritten, and computing them on the meta device takes seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype or torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
-        # FSDP has gathered the weights in bf16, for a computation in fp32.
-        return F.linear(x, self.weight.type_as(x), None if self.bias is None else self.bias.type_as(x))
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        # Under FSDP, the weights arrive in bf16, though an evaluation without autocast computes in fp32.
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            weight = weight.type_as(x)
+            if bias is not None:
+                bias = bias.type_as(x)
+        return F.linear(x, weight, bias)
 
 
 class Norm(nn.Module):
@@ -101,16 +110,31 @@ class Norm(nn.Module):
 
     def __init__(self, config: GPTConfig, size: int, is_layernorm: bool):
         super().__init__()
-        self.size, self.eps, self.is_layernorm = size, config.norm_eps, is_layernorm
-        self.weight = nn.Parameter(torch.empty(size)) if NORMS[config.norm].has_weight else None
-        self.bias = nn.Parameter(torch.empty(size)) if is_layernorm and config.bias else None
+        self.shape = (size,)
+        self.eps = config.norm_eps
+        self.is_layernorm = is_layernorm
+        self.weight = None
+        self.bias = None
+        if NORMS[config.norm].has_weight:
+            self.weight = nn.Parameter(torch.empty(size))
+        if is_layernorm and config.bias:
+            self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = (None if p is None else p.to(wide) for p in (self.weight, self.bias))  # FSDP: perhaps bf16
-        if self.is_layernorm:  # which a CPU computes without a copy of x
-            return F.layer_norm(x if x.is_cpu else x.to(wide), (self.size,), weight, bias, self.eps).type_as(x)
-        return F.rms_norm(x.to(wide), (self.size,), weight, self.eps).type_as(x)
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        if weight is not None:
+            weight = weight.to(wide)  # from bf16 under FSDP
+        if bias is not None:
+            bias = bias.to(wide)
+        if not self.is_layernorm:
+            y = F.rms_norm(x.to(wide), self.shape, weight, self.eps)
+        elif x.is_cpu:  # on which layer_norm computes in fp32 without a copy of x
+            y = F.layer_norm(x, self.shape, weight, bias, self.eps)
+        else:
+            y = F.layer_norm(x.to(wide), self.shape, weight, bias, self.eps)
+        return y.type_as(x)
 
 
 class Attention(nn.Module):
@@ -118,26 +142,37 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer, self.head_size, self.dropout = layer, config.head_size, config.dropout
-        self.parts = config.parts("c_attn")
-        self.c_attn = Linear(config.embd_size, sum(self.parts), bias=config.bias)
-        self.c_proj = Linear(self.parts[0], config.embd_size, bias=config.bias)
-        # QK-norm is always RMSNorm. Without weights, it commutes with the rotation.
-        self.q_norm = Norm(config, config.head_size, is_layernorm=False) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(config, config.head_size, is_layernorm=False) if config.qk_norm else nn.Identity()
+        self.layer = layer
+        self.head_size = config.head_size
+        self.dropout = config.dropout
+        self.split_sizes = config.parts("c_attn")
+        self.c_attn = Linear(config.embd_size, sum(self.split_sizes), bias=config.bias)
+        self.c_proj = Linear(self.split_sizes[0], config.embd_size, bias=config.bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:  # always RMSNorm. Without weights, it commutes with the rotation.
+            self.q_norm = Norm(config, config.head_size, is_layernorm=False)
+            self.k_norm = Norm(config, config.head_size, is_layernorm=False)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         B, T, _ = x.shape
-        qkv = self.c_attn(x).split(self.parts, dim=-1)
-        q, k, v = (part.view(B, T, -1, self.head_size) for part in qkv)  # (B, T, heads, head_size)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.c_attn(x).split(self.split_sizes, dim=-1)
+        q = self.q_norm(q.view(B, T, -1, self.head_size))  # (B, T, heads, head_size)
+        k = self.k_norm(k.view(B, T, -1, self.head_size))
+        v = v.view(B, T, -1, self.head_size)
         if args.rotary is not None:
-            q, k = rotate(q, args.rotary), rotate(k, args.rotary)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, head_size)
+            q = rotate(q, args.rotary)
+            k = rotate(k, args.rotary)
+        q = q.transpose(1, 2)  # (B, heads, T, head_size)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
-            seen = args.cache.length + T if args.mask is None else args.mask.size(-1)
+            seen = args.cache.length + T
+            if args.mask is not None:
+                seen = args.mask.size(-1)
             k, v = args.cache.append(self.layer, args.positions, k, v, seen)
-        y = attention(q, k, v, args.mask, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = attention(q, k, v, args.mask, dropout)
         y = y.transpose(1, 2).reshape(B, T, -1)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -160,29 +195,33 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    With `recompute`, backward computes them again. It keeps the output of attention's kernel if there is no dropout.
+    With `recompute`, backward computes them again, except for the output of the attention kernel, which is kept if
+    there is no dropout.
     """
 
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
         super().__init__()
-        self.parallel_residual, self.recompute = config.parallel_residual, recompute
+        self.parallel_residual = config.parallel_residual
+        self.recompute = recompute
         self.ln_1 = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.attn = Attention(config, layer)
         self.ln_2 = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+        if not (self.recompute and self.training):
+            return self._compute(x, args)
         # Here, not around the block: under FSDP, torch.compile would run blocks eagerly otherwise (torch 2.13).
-        if self.recompute and self.training:
-            # Attention with dropout has to draw its random numbers again, or the masks after it would be others.
-            keep = partial(create_selective_checkpoint_contexts, OPERATORS)
-            how = noop_context_fn if self.attn.dropout else keep
-            return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=how)
-        return self._compute(x, args)
+        contexts: Callable = partial(create_selective_checkpoint_contexts, OPERATORS)  # keep outputs of attention
+        if self.attn.dropout:  # attention has to draw its random numbers again, or the masks after it would differ
+            contexts = noop_context_fn
+        return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=contexts)
 
     def _compute(self, x: Tensor, args: AttentionArgs) -> Tensor:
         attended = x + self.attn(self.ln_1(x), args)
-        return attended + self.mlp(self.ln_2(x if self.parallel_residual else attended))
+        if self.parallel_residual:
+            return attended + self.mlp(self.ln_2(x))
+        return attended + self.mlp(self.ln_2(attended))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,30 +232,29 @@ class GPT(nn.Module):
     """The language model. The padding of the vocabulary is never predicted: its logits are -inf.
 
     Args:
-        activation_checkpointing: recompute each block in backward: less memory, a third more time.
-        loss_chunk_size: tokens per chunk of logits in training; 0: all.
+        options: of the run: activation_checkpointing, loss_chunk_size, and whatever terms of the loss depend on.
         initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        activation_checkpointing: bool = False,
-        loss_chunk_size: int = 0,
-        initialize: bool = True,
-    ):
+    def __init__(self, config: GPTConfig, options: TrainConfig = DEFAULT_OPTIONS, initialize: bool = True):
         super().__init__()
         self.config = config
-        self.loss_chunk_size = loss_chunk_size
-        self.losses_of_full_chunk = self._losses
+        self.options = options
+        self.loss_chunk_size = options.loss_chunk_size
+        self.loss_terms_of_full_chunk = self.loss_terms
         padding = config.padded_vocab_size - config.vocab_size
         self.wte = Embedding(config.padded_vocab_size, config.embd_size, padding)
-        self.wpe = None if config.rotary_dim else Embedding(config.context_length, config.embd_size)
+        self.wpe = None
+        if not config.rotary_dim:
+            self.wpe = Embedding(config.context_length, config.embd_size)
         self.register_buffer("rotary", None, persistent=False)
         self.fill_rotary(torch.get_default_device())
-        # NanoChat's norm of the embedding; it has no weights.
-        self.ln_0 = Norm(config, config.embd_size, False) if NORMS[config.norm].of_embedding else nn.Identity()
-        self.h = nn.ModuleList(Block(config, layer, activation_checkpointing) for layer in range(config.num_layers))
+        self.ln_0: nn.Module = nn.Identity()
+        if NORMS[config.norm].of_embedding:  # as in NanoChat; this norm has no weights
+            self.ln_0 = Norm(config, config.embd_size, is_layernorm=False)
+        self.h = nn.ModuleList(
+            Block(config, layer, options.activation_checkpointing) for layer in range(config.num_layers)
+        )
         self.ln_f = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
         self.lm_head.padding = padding
@@ -236,35 +274,35 @@ class GPT(nn.Module):
         """
         weight = torch.empty(self.get_parameter(name).shape, device="cpu")
         if weight.dim() < 2:
-            return weight.fill_(0 if name.endswith(".bias") else 1)
+            is_bias = name.endswith(".bias")
+            return weight.fill_(0 if is_bias else 1)
         if name == "lm_head.weight":
             return weight.zero_()
-        residual = name.endswith("c_proj.weight")
-        weight.normal_(std=0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02)
+        std = 0.02
+        if name.endswith("c_proj.weight"):
+            std /= math.sqrt(2 * self.config.num_layers)
+        weight.normal_(std=std)
         weight[len(weight) - self._padding(name) :] = 0  # such rows get no gradient, so they stay zero
         return weight
 
     def fill_rotary(self, device: torch.device) -> None:
         """Compute the table of rotations here, because compiled code would compute it again in every layer."""
-        self.rotary = rotary_table(self.config, device) if self.config.rotary_dim else None
+        if self.config.rotary_dim:
+            self.rotary = rotary_table(self.config, device)
 
     def forward(
         self,
         idx: Tensor,
         targets: Tensor | None = None,
-        reduction: str = "mean",
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits, or with targets the cross-entropy in nats.
+    ) -> Tensor | dict[str, Tensor]:
+        """Return logits, or with targets the terms of the loss by name.
 
         Args:
             idx: (B, T) int64 token ids, T at most context_length (with a cache: minus the tokens already in it).
-            targets: (B, T) int64; no loss is computed where they are IGNORED_TARGET.
-            reduction: "mean" for a scalar; "none" for (B, T) losses, 0 where the target is ignored; "scored" for
-                (N, 2): of each target that is not ignored, in row-major order, the loss, and by how much its logit
-                exceeds all others, with logits computed only there.
+            targets: (B, T) int64 token ids to predict.
             cache: is extended by these tokens; then only the last token's logits are returned.
             positions: (B, T) int64, or (T,) with a cache, each below context_length; T may then be larger. Default:
                 0, 1, 2, ... after the tokens in the cache.
@@ -272,17 +310,35 @@ class GPT(nn.Module):
                 first S places in it. Default: itself and those before it.
 
         Returns:
-            (B, T, padded_vocab_size) logits, -inf in the padding, with a cache of the last token only; or the fp32
-            loss.
+            (B, T, padded_vocab_size) logits, -inf in the padding, with a cache of the last token only; or loss_terms(),
+            each (B * T,) fp32.
         """
-        T, start = idx.size(1), cache.length if cache is not None else 0
+        x = self._hidden(idx, cache, positions, mask)
+        if targets is None:
+            if cache is not None:
+                x = x[:, -1:]
+            logits = self._logits(x)
+            logits[..., self.config.vocab_size :] = -torch.inf
+            return logits
+        x = x.flatten(0, 1)  # (B * T, C)
+        targets = targets.flatten()
+        if 0 < self.loss_chunk_size < len(x):
+            return self._loss_terms_in_chunks(x, targets)
+        return self.loss_terms(x, targets)
+
+    def _hidden(self, idx: Tensor, cache: KVCache | None, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Return the output of the last block, (B, T, C)."""
+        T = idx.size(1)
         if positions is None:
+            start = 0 if cache is None else cache.length
             assert start + T <= self.config.context_length, f"{start} + {T} tokens > {self.config.context_length}"
             positions = torch.arange(start, start + T, device=idx.device)
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe(positions)
-        rotary = None if self.rotary is None else self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
+        rotary = None
+        if self.rotary is not None:
+            rotary = self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
         x = F.dropout(self.ln_0(x), self.config.dropout, self.training)
         args = AttentionArgs(positions, rotary, cache, mask)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
@@ -291,57 +347,77 @@ class GPT(nn.Module):
             x = block(x, args)
         if cache is not None:
             cache.length += T
-            x = x[:, -1:]
-        if targets is None:
-            logits = self._logits(x)
-            logits[..., self.config.vocab_size :] = -torch.inf
-            return logits
-        x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        scored = targets != IGNORED_TARGET
-        if reduction == "scored":
-            x, targets = x[scored], targets[scored]
-            size = self.loss_chunk_size or max(1, len(x))
-            return torch.cat([self._scores(*of) for of in zip(x.split(size), targets.split(size), strict=True)])
-        losses = (self._chunked_losses if 0 < self.loss_chunk_size < len(x) else self._losses)(x, targets)
-        if reduction == "mean":
-            return losses.sum() / scored.sum()
-        return losses.view(idx.shape) if reduction == "none" else losses
+        return x
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits (..., padded_vocab_size) of (..., C), before those of the padding are masked."""
         logits = self.lm_head(self.ln_f(x))
         cap = self.config.logit_softcap
-        return cap * torch.tanh(logits.float() / cap) if cap else logits
+        if cap:
+            logits = cap * torch.tanh(logits.float() / cap)
+        return logits
 
-    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, (N,), from (N, C) and (N,)."""
-        return token_losses(self._logits(x), targets, self.config.vocab_size)
+    def loss_terms(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Compute the loss: its terms by name, whose sum training minimizes, in the mean over the tokens.
 
-    def _scores(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, and its logit minus the largest other one, (N, 2) from (N, C)."""
-        logits, at = self._logits(x), targets[:, None]
-        losses, logits = token_losses(logits, targets, self.config.vocab_size), logits[:, : self.config.vocab_size]
-        others = logits.scatter(1, at, -torch.inf).amax(1, keepdim=True)
-        return torch.cat([losses[:, None], logits.gather(1, at).float() - others.float()], dim=1)
+        Each term is logged under its name, and its mean over a validation set as val_NAME. "loss" is the cross-entropy
+        in nats, the only one that --spike_z, best_model.pt and bits per byte depend on.
 
-    def _chunked_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the same, with the logits of loss_chunk_size tokens at a time, recomputed in backward.
+        Args:
+            x: (N, C), the output of the blocks for N tokens: all of a micro-batch, or a chunk of them.
+            targets: (N,) int64.
+
+        Returns: (N,) fp32 for each term.
+        """
+        logits = self._logits(x)
+        return {"loss": token_losses(logits, targets, self.config.vocab_size)}
+
+    def _loss_terms_in_chunks(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return loss_terms(), with the logits of loss_chunk_size tokens at a time, which backward recomputes.
 
         compiled() leaves it out: in one graph, the logits of all chunks would be in memory at once (torch 2.13).
         """
-        parts = []
-        for chunk in zip(x.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True):
-            compute = self.losses_of_full_chunk if len(chunk[0]) == self.loss_chunk_size else self._losses
-            parts.append(checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False))
-        return torch.cat(parts)
+        size = self.loss_chunk_size
+        chunks = []
+        for x_chunk, targets_chunk in zip(x.split(size), targets.split(size), strict=True):
+            compute = self.loss_terms
+            if len(x_chunk) == size:
+                compute = self.loss_terms_of_full_chunk
+            terms = checkpoint(compute, x_chunk, targets_chunk, use_reentrant=False, preserve_rng_state=False)
+            chunks.append(terms)
+        return {name: torch.cat([terms[name] for terms in chunks]) for name in chunks[0]}
+
+    def answer_scores(self, idx: Tensor, targets: Tensor, is_target: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Score targets with their lead over all other tokens. Logits are computed only for them.
+
+        Args:
+            idx, targets: (B, T) int64.
+            is_target: (B, T) bool, which targets are scored: N of them.
+            positions, mask: as in forward().
+
+        Returns: (N, 2) fp32, in row-major order: the cross-entropy in nats, and the logit minus the largest other one.
+        """
+        x = self._hidden(idx, None, positions, mask)[is_target]
+        targets = targets[is_target]
+        size = self.loss_chunk_size or max(1, len(x))
+        scores = []
+        for x_chunk, targets_chunk in zip(x.split(size), targets.split(size), strict=True):
+            logits = self._logits(x_chunk)
+            losses = token_losses(logits, targets_chunk, self.config.vocab_size)
+            logits = logits[:, : self.config.vocab_size]
+            at_targets = targets_chunk[:, None]
+            largest_others = logits.scatter(1, at_targets, -torch.inf).amax(1)
+            leads = logits.gather(1, at_targets)[:, 0].float() - largest_others.float()
+            scores.append(torch.stack([losses, leads], dim=1))
+        return torch.cat(scores)
 
     def compiled(self) -> nn.Module:
         """Return this model through torch.compile; full chunks of the loss, which have one shape, on their own."""
         # It warns of operations in place in blocks that are recomputed; ours have none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        self.losses_of_full_chunk = torch.compile(self._losses)
+        self.loss_terms_of_full_chunk = torch.compile(self.loss_terms)
         # Not as a decorator, which would import the compiler, two seconds of each command.
-        self._chunked_losses = torch.compiler.disable(self._chunked_losses)  # type: ignore[method-assign]
+        self._loss_terms_in_chunks = torch.compiler.disable(self._loss_terms_in_chunks)  # type: ignore[method-assign]
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
     def _module_of(self, name: str) -> Any:
@@ -386,8 +462,3 @@ class GPT(nn.Module):
                 raise TypeError(f"{name}: which optimizer updates the parameters of a {type(module).__name__}?")
             roles[role][name] = parameter
         return roles
-
-
-def new_model(config: TrainConfig, shape: GPTConfig) -> GPT:
-    """Build the model of a run, with the shape that its data completes; its weights are not set."""
-    return GPT(shape, config.activation_checkpointing, config.loss_chunk_size, initialize=False)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from model import new_model
+from model import GPT
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
@@ -60,7 +60,7 @@ class FinishedRun(NamedTuple):
 def flops_per_token(config: TrainConfig) -> float:
     """Return the FLOPs of a token of a settled run in training, which are six times the size N of its model."""
     with torch.device("meta"):
-        return new_model(config, config.shape(config.vocab_size)).flops_per_token()
+        return GPT(config.shape(config.vocab_size), config, initialize=False).flops_per_token()
 
 
 def settings_of(config: TrainConfig, launch: Launch) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from dataloader import BatchLoader, Mixture
 from evaluation import Evaluation
 from guard import Guard
 from hellaswag_eval import load_suites
-from model import GPT, GPTConfig, new_model
+from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import run_cli
 from steadygpt.base.progress import say
@@ -96,7 +96,7 @@ class Run:
 def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     """Build the model on the device of each rank; restore() sets its weights."""
     with torch.device("meta") if config.is_fsdp else ranks.device:  # FSDP allocates only this rank's shards
-        model = new_model(config, shape)
+        model = GPT(shape, config, initialize=False)
     if config.is_fsdp:
         parallel.shard(model, model.h, ranks, config.shards(ranks.world_size), config.precision)
     model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
@@ -179,8 +179,8 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
         group["lr"] = lr * group["lr_ratio"]
     for inputs, targets in run.guard.batches(batches):
         with run.autocast():
-            loss = run.forward(inputs, targets)
-        run.guard.backward(loss)
+            loss_terms = run.forward(inputs, targets)
+        run.guard.backward(loss_terms)
     grad_norm = run.guard.clip_gradients(run.config.grad_clip)
     return run.guard.update(lr, grad_norm)
 

@@ -41,8 +41,8 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         for _ in range(self.micro_steps):
             with autocast(self.device, choose_precision("auto", self.device)):
-                loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-            loss.backward()
+                loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])["loss"]
+            loss.mean().backward()
         self.optimizer.step()
 
 

@@ -67,8 +67,8 @@ def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
         inputs, targets = loader.next()
         waited_s += time.perf_counter() - begun
         with autocast(loader.device, choose_precision("auto", loader.device)):
-            loss = model(inputs, targets)
-        loss.backward()
+            loss = model(inputs, targets)["loss"]
+        loss.mean().backward()
         model.zero_grad()
     synchronize(loader.device)
     return 100 * waited_s / (time.perf_counter() - start)

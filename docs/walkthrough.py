@@ -106,7 +106,7 @@ def show_data() -> None:
 def show_step() -> None:
     run, _ = quietly(build)
     rows = torch.from_numpy(run.rows.read(0, 4))  # of step 0
-    loss = run.model(rows[:, :-1], rows[:, 1:])
+    loss = run.model(rows[:, :-1], rows[:, 1:])["loss"].mean()
     loss.backward()
     squares = sum(parameter.grad.square().sum().item() for parameter in run.model.parameters())
     print(f"\nby hand    loss {loss:.3f}, gradient norm {math.sqrt(squares):.3f}; ln 257 = {math.log(257):.3f}")

@@ -18,7 +18,6 @@ from steadygpt.checkpoint.host_copy import fill
 from steadygpt.config import ACTIVATIONS, FIELDS, TrainConfig
 from steadygpt.convert.weights import load_model, read_weights, sketch_of
 from steadygpt.machine.device import evaluating
-from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, joined
 
@@ -64,16 +63,19 @@ def test_endings_of_a_tree_are_scored_as_alone(shape):
     with evaluating(model):
         for answer, (loss, _) in zip(answers, scores, strict=True):
             tokens = torch.from_numpy(answer)[None]
-            found = model(tokens[:, :-1], tokens[:, 1:], reduction="none")[0, 2:].sum()
+            found = model(tokens[:, :-1], tokens[:, 1:])["loss"][2:].sum()
             assert found.item() == pytest.approx(loss, rel=1e-5)
 
 
-def gradients(model: GPT, reduction: str = "mean") -> list[torch.Tensor]:
-    """Return losses, some of ignored targets, and their gradients, with the same dropout in each call."""
-    targets = ids(3, 12, seed=1)
-    targets[0, 3:] = IGNORED_TARGET
+def gradients(model: GPT, answers: bool = False) -> list[torch.Tensor]:
+    """Return the losses of tokens or answers, and the gradients of their sum, with the same dropout in each call."""
+    tokens, targets = ids(3, 12), ids(3, 12, seed=1)
     torch.manual_seed(0)
-    losses = model(ids(3, 12), targets, reduction)
+    if answers:
+        is_target, positions = ids(3, 12, seed=2) % 3 > 0, torch.arange(12).expand(3, 12)
+        losses = model.answer_scores(tokens, targets, is_target, positions, torch.ones(3, 1, 12, 12).bool().tril())
+    else:
+        losses = model(tokens, targets)["loss"]
     losses.sum().backward()
     return [losses.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -82,19 +84,19 @@ def assert_equal(expected: list[torch.Tensor], found: list[torch.Tensor]) -> Non
     assert all(torch.allclose(one, other, atol=1e-5, rtol=1e-4) for one, other in zip(expected, found, strict=True))
 
 
-REDUCTIONS = [({}, "mean"), *((shape, "mean") for shape in MIXED), ({"logit_softcap": 2.0}, "none"), ({}, "scored")]
+LOSSES = [({}, False), *((shape, False) for shape in MIXED), ({"logit_softcap": 2.0}, False), ({}, True)]
 
 
-@pytest.mark.parametrize(("shape", "reduction"), REDUCTIONS)
-def test_the_loss_in_chunks_and_with_recomputed_blocks_is_the_loss(shape, reduction):
-    """Some of these chunks are smaller than others, and some contain only ignored targets."""
-    expected = gradients(small(**shape), reduction)
+@pytest.mark.parametrize(("shape", "answers"), LOSSES)
+def test_the_loss_in_chunks_and_with_recomputed_blocks_is_the_loss(shape, answers):
+    """Some of these chunks are smaller than others."""
+    expected = gradients(small(**shape), answers)
     for chunk_size, recompute in ((7, False), (1, False), (36, True), (100, False)):
         model = small(**shape)
         model.loss_chunk_size = chunk_size
         for block in model.h:
             block.recompute = recompute
-        assert_equal(expected, gradients(model, reduction))
+        assert_equal(expected, gradients(model, answers))
 
 
 def compare_shards() -> None:
@@ -132,7 +134,7 @@ def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
     assert all(model._padding(f"{table}.weight") == 128 - 101 for table in ("wte", "lm_head"))
     optimizer = make_optimizer(model, TrainConfig(optimizer="muon", max_lr=0.1, muon_beta2=0.9), ALONE)
     for _ in range(2):  # a head that is zero passes no gradient on
-        model(ids(2, 12), ids(2, 12, seed=1)).backward()
+        model(ids(2, 12), ids(2, 12, seed=1))["loss"].mean().backward()
         optimizer.step()
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {f"{names[p]}.{kind}": tuple(t.shape) for p, kept in optimizer.state.items() for kind, t in kept.items()}

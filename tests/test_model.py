@@ -11,7 +11,6 @@ from model import GPT, AttentionArgs, GPTConfig, Norm
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
 from steadygpt.machine.attention import OPERATORS, attention_in_blocks
-from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import Ranks
 
 ALONE = Ranks(torch.device("cpu"))
@@ -69,7 +68,8 @@ def test_gpt2_has_124_million_parameters():
 def test_initial_weights_and_loss():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(SMALL, embd_size=256))
-    assert model(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=0.1)  # of a uniform guess
+    loss = model(ids(4, 12), ids(4, 12, seed=1))["loss"].mean()
+    assert loss.item() == pytest.approx(math.log(101), abs=0.1)  # of a uniform guess
     assert model.wte.weight[:101].all() and not model.wte.weight[101:].any()  # the padding of the vocabulary
     for block in model.h:
         assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -80,7 +80,7 @@ def test_initial_weights_and_loss():
     for name, parameter in vectors.items():
         assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
     untied = GPT(dataclasses.replace(SMALL, tied_head=False))
-    assert untied(ids(4, 12), ids(4, 12, seed=1)).item() == pytest.approx(math.log(101), abs=1e-6)
+    assert untied(ids(4, 12), ids(4, 12, seed=1))["loss"].mean().item() == pytest.approx(math.log(101), abs=1e-6)
 
 
 def test_adamw_has_the_given_options_and_decays_only_matrices_and_embeddings():
@@ -115,32 +115,38 @@ def test_dropout_is_in_the_same_places_as_in_gpt2():
 # forward
 
 
+# Of answer_scores(): which targets are scored, positions, and the mask.
+EVERY_SECOND = (
+    torch.arange(24).view(2, 12) % 2 == 0,
+    torch.arange(12).expand(2, 12),
+    torch.ones(2, 1, 12, 12, dtype=torch.bool).tril(),
+)
+
+
 def test_loss_is_fp32_for_bf16_weights():
     model = small().bfloat16()
     assert model(ids(2, 12)).dtype == torch.bfloat16
-    assert all(model(ids(2, 12), ids(2, 12), how).dtype == torch.float32 for how in ("mean", "none", "scored"))
+    assert model(ids(2, 12), ids(2, 12))["loss"].dtype == torch.float32
+    assert model.answer_scores(ids(2, 12), ids(2, 12), *EVERY_SECOND).dtype == torch.float32
 
 
-def test_loss_reductions_ignore_ignored_targets():
-    model, tokens, targets = small(), ids(3, 12), ids(3, 12, seed=1)
-    targets[0, :5] = targets[2, 3] = IGNORED_TARGET
-    logits, counts = model(tokens), targets != IGNORED_TARGET
-    expected = -logits.log_softmax(-1)[counts].gather(1, targets[counts][:, None])[:, 0]
-    losses = model(tokens, targets, reduction="none")
-    assert losses.shape == (3, 12)
-    assert torch.allclose(losses[counts], expected, atol=1e-5)
-    assert not losses[~counts].any()
-    others = logits[counts].scatter(1, targets[counts][:, None], -torch.inf).amax(1)
-    margins = logits[counts].gather(1, targets[counts][:, None])[:, 0] - others
-    assert torch.allclose(model(tokens, targets, reduction="scored"), torch.stack([expected, margins], 1), atol=1e-5)
-    assert torch.allclose(model(tokens, targets), expected.mean(), atol=1e-5)
+def test_the_loss_and_the_lead_of_tokens_are_those_of_their_logits():
+    model, tokens, targets = small(), ids(2, 12), ids(2, 12, seed=1)
+    logits = model(tokens)
+    losses = -logits.log_softmax(-1).gather(2, targets[..., None])[..., 0]
+    largest_others = logits.scatter(2, targets[..., None], -torch.inf).amax(2)
+    leads = logits.gather(2, targets[..., None])[..., 0] - largest_others
+    assert torch.allclose(model(tokens, targets)["loss"], losses.flatten(), atol=1e-5)
+    scores = model.answer_scores(tokens, targets, *EVERY_SECOND)
+    is_target = EVERY_SECOND[0]
+    assert torch.allclose(scores, torch.stack([losses[is_target], leads[is_target]], 1), atol=1e-5)
 
 
 def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):
     model, sizes = small(), []
     model.loss_chunk_size = 5
     model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
-    model(ids(2, 12), ids(2, 12, seed=1)).backward()
+    model(ids(2, 12), ids(2, 12, seed=1))["loss"].mean().backward()
     assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # forward, then recomputed in backward from last to first
 
 
@@ -162,7 +168,7 @@ def test_activation_checkpointing_recomputes_blocks_but_not_attention_and_only_i
     def computed() -> tuple[int, int]:
         norms.clear()
         with Attended() as attended:
-            model(ids(2, 12), ids(2, 12, seed=1)).backward()
+            model(ids(2, 12), ids(2, 12, seed=1))["loss"].mean().backward()
         return len(norms), attended.count
 
     assert computed() == (3, 3)

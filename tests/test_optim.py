@@ -56,7 +56,7 @@ def test_the_matrices_of_one_shape_are_one_batch_over_all_layers(monkeypatch):
     batches = []
     monkeypatch.setattr(optim, "newton_schulz", lambda x: batches.append(tuple(x.shape)) or x)
     model = GPT(SMALL)
-    model(TOKENS, TOKENS).backward()
+    model(TOKENS, TOKENS)["loss"].mean().backward()
     make_optimizer(model, MUON, ALONE).step()
     # In each layer q and attention's projection; k and v; gate, up and down.
     assert sorted(batches) == [(2 * 2, 8, 16), (2 * 2, 16, 16), (2 * 3, 16, SMALL.mlp_size)]
@@ -123,7 +123,7 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert optimizer.param_groups[2]["parts"][:4] == [(16, 8, 8), (16,), (48, 48), (16,)]
     assert [group["lr_ratio"] for group in optimizer.param_groups] == [1.0, 1.0, 2.0]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1]
-    model(TOKENS, TOKENS).backward()
+    model(TOKENS, TOKENS)["loss"].mean().backward()
     optimizer.step()
     kinds = {names[id(p)]: set(state) for p, state in optimizer.state.items()}
     assert {tuple(sorted(kinds[name])) for name in muon} == {("momentum_buffer",)}
@@ -140,7 +140,7 @@ def test_gathering_in_chunks_changes_nothing(monkeypatch, at_once, expected):
         torch.manual_seed(0)
         model = GPT(SMALL)
         optimizer = make_optimizer(model, MUON, ALONE)
-        model(TOKENS, TOKENS).backward()
+        model(TOKENS, TOKENS)["loss"].mean().backward()
         optimizer.step()
         return [*model.parameters()]
 
@@ -168,7 +168,7 @@ def test_state_shapes_are_those_that_an_optimizer_keeps(optimizer):
     """With a beta2: test_contract.py."""
     model = GPT(SMALL)
     made = make_optimizer(model, dataclasses.replace(MUON, optimizer=optimizer), ALONE)
-    model(TOKENS, TOKENS).backward()
+    model(TOKENS, TOKENS)["loss"].mean().backward()
     made.step()
     names = {parameter: name for name, parameter in model.named_parameters()}
     kept = {f"{names[p]}.{kind}": t for p, state in made.state.items() for kind, t in state.items()}

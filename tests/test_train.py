@@ -14,6 +14,7 @@ import torch
 from conftest import (
     FSDP,
     MODERN,
+    built,
     evaluations,
     folders,
     in_ranks,
@@ -30,7 +31,7 @@ from evaluation import Evaluation
 from guard import Guard
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.log import runlog
+from steadygpt.machine.ranks import Ranks
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
@@ -187,7 +188,6 @@ def train_with_a_metric(folder: Path) -> int:
     os.chdir(folder)
     update = Guard.update
     Guard.update = lambda self, *args: update(self, *args, mine=torch.tensor(1.0 + self.ranks.rank))
-    runlog.STEP_FORMS["mine"] = "mine {:.1f}"
     return run_here("--max_steps", "3", "--use_tensorboard")
 
 
@@ -196,6 +196,54 @@ def test_a_metric_of_ones_own_is_in_every_log_as_the_mean_of_the_ranks(workdir):
     assert metrics("checkpoints", "mine") == dict.fromkeys(range(3), 1.5)
     assert scalars("checkpoints/tensorboard")["train/mine"] == dict.fromkeys(range(3), 1.5)
     assert Path("checkpoints/log.txt").read_text().count(" | mine 1.5 | ") == 3
+
+
+def terms_with_z_loss(model, x, targets):
+    """GPT.loss_terms with the z-loss of PaLM (Chowdhery et al. 2022, section 5)."""
+    logits = model._logits(x)[:, : model.config.vocab_size].float()
+    return {
+        "loss": torch.nn.functional.cross_entropy(logits, targets, reduction="none"),
+        "z_loss": 0.1 * logits.logsumexp(-1).square(),
+    }
+
+
+def mean_losses(run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the means of cross-entropy and z-loss over the rows of the first step, computed beside the product."""
+    rows = torch.from_numpy(run.rows.read(0, run.config.rows_per_step))
+    logits = run.model(rows[:, :-1])[..., : run.model.config.vocab_size]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    return loss, 0.1 * logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("flags", [(), ("--loss_chunk_size", "10", "--activation_checkpointing"), FSDP, MODERN])
+def test_a_second_term_of_the_loss_is_written_once(workdir, monkeypatch, flags):
+    """It is minimized with the loss, and every log, validation and the line of a step have it under its own name."""
+    monkeypatch.setattr(train.GPT, "loss_terms", terms_with_z_loss)
+    loss, z_loss = mean_losses(built("--data_dir", "data", ranks=Ranks(torch.device("cpu"))))
+    assert run_here("--max_steps", "3", "--eval_freq", "2", "--use_tensorboard", *flags) == 0
+    if flags != MODERN:  # whose other weights have another loss
+        assert metrics("checkpoints", "loss")[0] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics("checkpoints", "z_loss")[0] == pytest.approx(z_loss.item(), rel=1e-5)
+    assert list(metrics("checkpoints", "z_loss")) == [0, 1, 2]
+    assert metrics("checkpoints", "z_loss") == pytest.approx(scalars("checkpoints/tensorboard")["train/z_loss"])
+    assert list(metrics("checkpoints", "val_z_loss")) == [2, 3]
+    assert Path("checkpoints/log.txt").read_text().count(" | z_loss 3") == 3
+
+
+def test_the_gradient_of_a_second_term_is_added(workdir, monkeypatch):
+    monkeypatch.setattr(train.GPT, "loss_terms", terms_with_z_loss)
+    run = built("--data_dir", "data", ranks=Ranks(torch.device("cpu")))
+    sum(mean_losses(run)).backward()
+    squares = [parameter.grad.square().sum().item() for parameter in run.model.parameters()]
+    assert run_here("--max_steps", "1", "--warmup_steps", "0") == 0
+    assert metrics("checkpoints", "grad_norm")[0] == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-5)
+
+
+def test_a_metric_with_a_name_that_the_log_has_already_is_refused(workdir, monkeypatch):
+    update = Guard.update
+    monkeypatch.setattr(Guard, "update", lambda self, *args: update(self, *args, epoch=torch.tensor(1.0)))
+    with pytest.raises(AssertionError, match="'epoch'"):
+        run_here("--max_steps", "3")
 
 
 def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatch):

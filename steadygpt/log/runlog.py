@@ -80,20 +80,28 @@ class RunLog:
             self.sinks["system"] = SystemMetrics(config.system_metrics_s, self.ranks.device, self.load, self.warn)
 
     def step(
-        self, step: int, numbers: Mapping[str, float | None], left_s: float, is_first: bool, **facts: object
+        self,
+        step: int,
+        numbers: Mapping[str, float | None],
+        metrics: Mapping[str, float],
+        left_s: float,
+        is_first: bool,
+        **facts: object,
     ) -> None:
         """Log a step every log_freq steps. The first one of a launch tells little about the time left, `left_s`.
 
         Args:
+            metrics: further numbers, such as terms of the loss.
             facts: for status.json, besides the numbers.
         """
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
             shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers.get(name) is not None]
+            shown += [f"{name} {value:.4g}" for name, value in metrics.items()]
             place = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
             line = " | ".join([place, *shown, f"{(step + 1) / self.max_steps:.1%}", f"ETA {duration_text(left_s)}"])
-            self._record("train", step, numbers, line)
+            self._record("train", step, {**numbers, **metrics}, line)
         left = {} if is_first else {"eta_s": round(left_s)}
-        self.note(doing="training", step=step + 1, **numbers, **left, **facts)
+        self.note(doing="training", step=step + 1, **numbers, **metrics, **left, **facts)
         self.beat()
 
     def evaluation(self, step: int, found: str, **scores: float | None) -> None:

@@ -1,14 +1,19 @@
 """Cross-entropy of logits that are padded to a larger vocabulary, with little memory for its gradient."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED_TARGET = -1  # no loss is computed for this target
 LOG2_E = math.log2(math.e)  # for exp2, because exp takes three times as long on a CPU (torch 2.13)
+
+
+def mean_terms(terms: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean of each term of a loss over the tokens, (terms,). Training minimizes their sum."""
+    return torch.stack([term.mean() for term in terms.values()])
 
 
 def token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -19,7 +24,7 @@ def token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     Args:
         logits: (N, P) with P >= vocab_size, fp16, bf16, fp32 or fp64. Columns from vocab_size on are padding: they take
             no part in the sum, and their gradient is zero.
-        targets: (N,) int64 below vocab_size, or IGNORED_TARGET, where the loss and its gradient are zero.
+        targets: (N,) int64 below vocab_size.
 
     Returns: (N,) losses in fp32, or in fp64 for fp64 logits.
     """
@@ -39,12 +44,11 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         x[:, vocab_size:] = -torch.inf
-        scored = targets != IGNORED_TARGET
         shift = -LOG2_E * x.amax(-1, keepdim=True)
         x = torch.add(shift, x, alpha=LOG2_E, out=x)  # log2 of exp(x - largest), in one pass
-        at_target = x.gather(1, (targets * scored)[:, None])
+        at_target = x.gather(1, targets[:, None])
         total = x.exp2_().sum(-1, keepdim=True)  # of exp(x - largest), (N, 1)
-        losses = torch.where(scored, (total.log2() - at_target)[:, 0] / LOG2_E, 0)
+        losses = (total.log2() - at_target)[:, 0] / LOG2_E
         ctx.save_for_backward(logits, targets, shift, total, losses)
         ctx.vocab_size = vocab_size
         return losses
@@ -53,12 +57,10 @@ class _TokenLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, shift, total, losses = ctx.saved_tensors
-        scored = targets != IGNORED_TARGET
-        weights = torch.where(scored, gradient, 0)
         x = logits.to(total.dtype, copy=True)
         x = torch.add(shift, x, alpha=LOG2_E, out=x).exp2_()
-        x = x.mul_(weights[:, None] / total).to(logits.dtype)
+        x = x.mul_(gradient[:, None] / total).to(logits.dtype)
         x[:, ctx.vocab_size :] = 0
         # softmax - 1 at the target, without cancellation. Set last, so that compiled code stores no gradient in fp32.
-        x[torch.arange(len(x), device=x.device), targets * scored] = (torch.expm1(-losses) * weights).to(x.dtype)
+        x[torch.arange(len(x), device=x.device), targets] = (torch.expm1(-losses) * gradient).to(x.dtype)
         return x, None, None

@@ -62,7 +62,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: i
         precision: with bf16, the blocks' parameters are gathered in bf16; gradients are summed in fp32.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     if not dist.is_initialized():  # FSDP needs a process group also for one process
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
@@ -73,6 +73,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: i
     for module in (*blocks, model):
         policy = half if precision == "bf16" and module is not model else MixedPrecisionPolicy()
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "answer_scores")  # also gathers the parameters
     model.to_empty(device=ranks.device)
 
 

@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import GPT, new_model
+from model import GPT
 from optim import state_shapes
 from steadygpt.base.options import RankError, UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes
+from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks
 
 STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "copy for checkpoints"
@@ -94,7 +95,7 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
         shape, kernels = replace(shape, dropout=0.0), partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     for layers in (2, 3):
         with FakeTensorMode(), cpu, kernels():
-            model = new_model(config, replace(shape, num_layers=layers))
+            model = GPT(replace(shape, num_layers=layers), config, initialize=False)
             if config.is_fsdp and config.precision == "bf16":  # which gathers the blocks in bf16
                 for parameter in model.h.parameters():
                     parameter.data = parameter.bfloat16()
@@ -106,8 +107,8 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
             with Allocated(known, is_compiled) as allocated:
                 model.h[-1].register_forward_pre_hook(allocated.watch)
                 with autocast(cpu, config.precision):
-                    loss = model(rows[:, :-1], rows[:, 1:])
-                loss.backward()
+                    loss_terms = model(rows[:, :-1], rows[:, 1:])
+                mean_terms(loss_terms).sum().backward()
         peaks.append((allocated.first_peak, allocated.peak))
     (two, _), (three, later) = peaks
     blocks = (three - two) * shape.num_layers

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dataloader import BatchLoader, Rows, RowStream
-from model import GPT, new_model
+from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
@@ -242,7 +242,7 @@ def uses_text(memory: dict[str, float], where: str, available: int, instead: str
 def settle(history: History, data: Data, ranks: Ranks) -> Plan:
     """Settle on rank 0 every option that the data, the machine or the length of the run decides; tell the others."""
     with torch.device("meta"):
-        sketch = new_model(history.config, history.config.shape(data.vocab_size))
+        sketch = GPT(history.config.shape(data.vocab_size), history.config, initialize=False)
     memory = -ranks.max(-memory_bytes(ranks.device))
     settled = ranks.from_main(lambda: _settle_on_main(history, data, sketch, memory, ranks))
     return Plan(**settled, history=history, data=data, sketch=sketch, ranks=ranks)

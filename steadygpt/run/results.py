@@ -156,11 +156,12 @@ class Results:
             "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9,
             "epoch": self.schedule.epochs(row),
             "digest": self.digests.pop(result.step, None),
-            **result.metrics,
         }
+        taken = numbers.keys() & result.metrics.keys()
+        assert not taken, f"{taken}: names of a term of the loss, or of a metric, that the log has already"
         cost_left = None if is_first else self.cost(left_s)
         facts = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": row * self.config.context_length}
-        self.log.step(result.step, numbers, left_s, is_first, **facts)
+        self.log.step(result.step, numbers, result.metrics, left_s, is_first, **facts)
         self.repeats.add(result.step, numbers)
         self._warn(result)
         if result.finite:

@@ -11,7 +11,7 @@ from steadygpt.machine.ranks import Ranks
 def step(model, optimizer) -> None:
     tokens = torch.arange(34).view(2, 17)
     optimizer.zero_grad()
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    model(tokens[:, :-1], tokens[:, 1:])["loss"].mean().backward()
     optimizer.step()
 
 

@@ -186,15 +186,16 @@ def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
     forward, now = train.GPT.forward, []
 
     def bad_forward(model, *args, **kwargs):
-        loss = forward(model, *args, **kwargs)
+        terms = forward(model, *args, **kwargs)
         if not now:  # the plan counts the memory of a step
-            return loss
+            return terms
         if rank != which_rank or (now[-1] if model.training else "validation") not in steps:
-            return loss
+            return terms
+        loss = terms["loss"]
         if kind.endswith("gradient"):
             loss.register_hook(lambda gradient: gradient * float(kind.split()[0]))
-            return loss
-        return {"nan loss": loss * math.nan, "inf loss": loss + math.inf, "large loss": loss * 3}[kind]
+            return terms
+        return {"loss": {"nan loss": loss * math.nan, "inf loss": loss + math.inf, "large loss": loss * 3}[kind]}
 
     around_step(before=lambda step, stop: now.append(step))
     train.GPT.forward = bad_forward

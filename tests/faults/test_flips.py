@@ -42,7 +42,7 @@ def trained(ranks: Ranks, optimizer: str) -> tuple[GPT, torch.optim.Optimizer]:
     """Return a model and an optimizer with state, the same on each rank."""
     torch.manual_seed(0)
     model = GPT(SHAPE)
-    model(TOKENS, TOKENS).backward()
+    model(TOKENS, TOKENS)["loss"].mean().backward()
     made = make_optimizer(model, TrainConfig(precision="fp32", optimizer=optimizer), ranks)
     made.step()
     return model, made

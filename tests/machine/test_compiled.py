@@ -9,7 +9,6 @@ from test_model import ids, small
 from test_ranks import batch, sharded
 
 from steadygpt.machine.device import evaluating
-from steadygpt.machine.loss import IGNORED_TARGET
 from steadygpt.machine.ranks import joined
 
 ROTARY = {"rotary_pct": 1.0, "qk_norm": True}
@@ -27,7 +26,7 @@ def test_rotations_are_looked_up_in_compiled_code():
     model = small(**ROTARY)
     expected = model(ids(2, 12), ids(2, 12, seed=1))
     loss = torch.compile(model, backend=partial(recorded, graphs))(ids(2, 12), ids(2, 12, seed=1))
-    assert torch.allclose(loss, expected)
+    assert torch.allclose(loss["loss"], expected["loss"])
     (code,) = graphs
     assert code.count("scaled_dot_product_attention") == 3
     assert "rotary" in code
@@ -41,24 +40,26 @@ def test_loss_in_chunks_is_compiled_chunk_by_chunk(monkeypatch):
     for compiled in (False, True):
         model = small(**ROTARY)
         model.loss_chunk_size = 10  # of 24 tokens: two full chunks, and a shorter one that is not compiled
-        (model.compiled() if compiled else model)(tokens, targets).backward()
+        (model.compiled() if compiled else model)(tokens, targets)["loss"].mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*gradients, strict=True))
     contents = [("attention" in code, "lm_head" in code) for code in graphs]
-    assert contents == [(True, False), (False, True), (False, False)]  # blocks, full chunks of one shape, the mean
+    assert contents == [(True, False), (False, True)]  # blocks, full chunks of one shape
 
 
 def test_tasks_with_many_numbers_of_targets_compile_no_more_graphs(monkeypatch):
     """They score the bare model. Were each number of targets compiled, compilation would soon be given up for all."""
     graphs: list[str] = []
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=partial(recorded, graphs)))
-    model, targets = small(), torch.full((2, 12), IGNORED_TARGET)
+    model, is_target = small(), torch.zeros(2, 12, dtype=torch.bool)
+    positions, mask = torch.arange(12).expand(2, 12), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
     model.loss_chunk_size = 8
     model.compiled()
     with evaluating(model):
         for number in range(24):
-            targets.view(-1)[number] = 1
-            assert model(ids(2, 12), targets, reduction="scored").shape == (number + 1, 2)
+            is_target.view(-1)[number] = True
+            scores = model.answer_scores(ids(2, 12), ids(2, 12), is_target, positions, mask)
+            assert scores.shape == (number + 1, 2)
     assert len(graphs) <= 1
 
 
@@ -71,7 +72,7 @@ def compile_shards() -> None:
             for compiled in (False, True):
                 model = sharded(ranks, 1, recompute=recompute)
                 model.loss_chunk_size = 8
-                loss = (model.compiled() if compiled else model)(*batch(ranks.rank))
+                loss = (model.compiled() if compiled else model)(*batch(ranks.rank))["loss"].mean()
                 loss.backward()
                 norms = (parameter.grad.full_tensor().norm().item() for parameter in model.parameters())
                 found.append([loss.item(), *norms])

@@ -151,7 +151,7 @@ def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monk
 def test_generation_and_hellaswag_avoid_attention_that_plans_each_length(monkeypatch):
     model = GPT(GPTConfig(vocab_size=257, num_layers=1, num_heads=2, embd_size=16))
     question, allowed = Question([np.array([1, 2, n]) for n in range(4)], [1] * 4, 0), []
-    model.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    model.ln_0.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
     generate(model, torch.tensor([[1, 2]]), max_tokens=2)
     score(model, [question], Ranks(torch.device("cpu")))
     assert allowed == [False] * 3

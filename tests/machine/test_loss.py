@@ -4,17 +4,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from steadygpt.machine.loss import IGNORED_TARGET, token_losses
+from steadygpt.machine.loss import token_losses
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def examples(dtype: torch.dtype, scale: float = 3.0, vocab_size: int = 101, padded: int = 128):
-    """Return logits (50, 128), whose padding must not matter, and targets, some of which are ignored."""
+    """Return logits (50, 128), whose padding must not matter, and targets."""
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(50, padded, generator=generator)).to(dtype)
     targets = torch.randint(0, vocab_size, (50,), generator=generator)
-    targets[[0, 7, 8]] = IGNORED_TARGET
     return logits.requires_grad_(), targets
 
 
@@ -27,7 +26,7 @@ def losses_and_gradient(compute, logits, *others):
 
 def plain(logits, targets, vocab_size):
     logits = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="none")
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(0.01, 0.0), (3.0, 0.0), (100.0, 0.0), (3.0, 1e3), (3.0, -1e4)])
@@ -45,15 +44,7 @@ def test_losses_and_gradients_equal_those_without_padding(dtype, scale, offset):
     assert torch.allclose(gradient.double(), exact, rtol=step, atol=1e-6)
 
 
-def test_without_any_target_there_is_no_gradient():
-    """The mean of no losses divides by zero."""
-    logits, targets = examples(torch.float32)
-    losses = token_losses(logits, torch.full_like(targets, IGNORED_TARGET), 101)
-    (losses.sum() / 0).backward()
-    assert not logits.grad.any()
-
-
-@pytest.mark.parametrize("target", [-100, 128])
+@pytest.mark.parametrize("target", [-100, -1, 128])
 def test_targets_that_are_no_columns_are_refused(target):
     logits, targets = examples(torch.float32)
     targets[4] = target
@@ -61,17 +52,14 @@ def test_targets_that_are_no_columns_are_refused(target):
         token_losses(logits, targets, 101)
 
 
-def test_padding_and_ignored_targets_have_no_gradient():
+def test_padding_has_no_gradient():
     logits, targets = examples(torch.bfloat16)
     with torch.no_grad():
         logits[:, 101:] = 1000
     losses, gradient = losses_and_gradient(token_losses, logits, targets, 101)
-    scored = targets != IGNORED_TARGET
-    assert torch.equal(losses[~scored], torch.zeros(3))
     assert torch.isfinite(losses).all()
-    assert not gradient[~scored].any()
     assert not gradient[:, 101:].any()
-    assert gradient[scored, :101].any(dim=1).all()
+    assert gradient[:, :101].any(dim=1).all()
 
 
 def test_a_confident_prediction_keeps_its_small_gradient():

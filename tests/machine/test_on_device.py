@@ -61,7 +61,7 @@ def tokens(device: torch.device, rows: int = 3, length: int = 32, seed: int = 0)
 
 def gradients(model: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     """Return the loss and all gradients of one batch."""
-    loss = model(tokens(device), tokens(device, seed=1))
+    loss = model(tokens(device), tokens(device, seed=1))["loss"].mean()
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -257,7 +257,7 @@ def replicate_alone(device_type: str) -> None:
     expected = gradients(build(device), device)
     model = build(device)
     forward = parallel.replicate(model, Ranks(device))
-    loss = forward(tokens(device), tokens(device, seed=1))
+    loss = forward(tokens(device), tokens(device, seed=1))["loss"].mean()
     loss.backward()
     assert_close([loss, *(parameter.grad for parameter in model.parameters())], expected, 1e-5)
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
+from steadygpt.config import TrainConfig
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.parallel import shard
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as
@@ -28,7 +29,7 @@ SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, conte
 def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool = False) -> GPT:
     """Return SMALL with the initial weights of seed 0."""
     with torch.device("meta"):
-        model = GPT(SMALL, recompute, initialize=False)
+        model = GPT(SMALL, TrainConfig(activation_checkpointing=recompute), initialize=False)
     shard(model, model.h, ranks, shards, precision)
     torch.manual_seed(0)
     fill(model, model.initial_weight, ranks)
@@ -152,8 +153,8 @@ def blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32(ranks: Rank
     model.h[1].mlp.register_forward_hook(look)
     model.h[1].register_forward_hook(lambda *args: seen.update(residual=args[-1].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*batch())
-        expected = whole()(*batch())
+        loss = model(*batch())["loss"].mean()
+        expected = whole()(*batch())["loss"].mean()
     loss.backward()
     assert seen == {"block": torch.bfloat16, "root": torch.float32, "residual": torch.bfloat16}
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}

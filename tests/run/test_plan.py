@@ -11,7 +11,7 @@ import torch
 from conftest import built, load, options_in, run_here
 
 import train
-from model import new_model
+from model import GPT
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import named_tensors
@@ -24,7 +24,7 @@ from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, micro_step
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
 with torch.device("meta"):
-    MODEL = new_model(CONFIG, CONFIG.shape(50257))
+    MODEL = GPT(CONFIG.shape(50257), CONFIG, initialize=False)
 N = sum(p.numel() for p in MODEL.parameters())
 BLOCKS = sum(p.numel() for p in MODEL.h.parameters())
 SMALL = "--num_layers 4 --num_heads 2 --embd_size 64 --context_length 1024 --mini_batch_size 2 --total_batch_size 4096"
@@ -45,15 +45,15 @@ def memory(world_size: int = 1, **changes) -> tuple[dict, dict]:
 
 def allocated_bytes(config: TrainConfig) -> int:
     """Return the most bytes that PyTorch's allocator has given to forward and backward of a micro-step."""
-    model = new_model(config, config.shape(500))
+    model = GPT(config.shape(500), config, initialize=False)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
         parameter.grad = torch.zeros_like(parameter)
     rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True) as profiled:
         with autocast(CPU, config.precision):
-            loss = model(rows[:, :-1], rows[:, 1:])
-        loss.backward()
+            loss = model(rows[:, :-1], rows[:, 1:])["loss"]
+        loss.mean().backward()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
@@ -218,7 +218,7 @@ FLAGS = (
 )
 AUTO = parse_args(FLAGS)[0]  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
 with torch.device("meta"):
-    SKETCH = new_model(AUTO, AUTO.shape(257))
+    SKETCH = GPT(AUTO.shape(257), AUTO, initialize=False)
 
 
 def needed(rows: int) -> float:

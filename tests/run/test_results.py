@@ -100,7 +100,7 @@ def test_a_suspended_process_does_not_change_the_time_left(monkeypatch, seed):
     random = Random(seed)
     config = TrainConfig(context_length=16, total_batch_size=64, max_steps=1000, device="cpu")
     left = dict[int, float]()
-    log = SimpleNamespace(step=lambda step, numbers, left_s, *_, **facts: left.update({step: left_s}))
+    log = SimpleNamespace(step=lambda step, numbers, metrics, left_s, *_, **facts: left.update({step: left_s}))
     now_s = 0.0
     monkeypatch.setattr("steadygpt.run.results.time.perf_counter", lambda: now_s)
     results = Results(config, Ranks(CPU), Schedule(config, 32), TrainState(), log, 1.0, Repeats(log))
