@@ -26,12 +26,12 @@ READ_TOKENS = 2**18  # tokens that the thread reads at a time
 
 
 class Rows:
-    """An endless sequence of rows, located a block at a time, because one row alone costs nearly as much."""
+    """An endless sequence of rows, located a block at a time: locating one row costs nearly as much as a block."""
 
     context_length: int
     shards: Sequence[Shard]
     block_rows = BLOCK_ROWS
-    _block: tuple[int, np.ndarray] | None = None  # the number of the block found last, and what locate() found
+    _block: tuple[int, np.ndarray] | None = None  # number of the last block, its shards and first tokens
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of the rows at the positions of a block, each (block_rows,) int64."""
@@ -39,27 +39,30 @@ class Rows:
 
     def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of rows start, start + 1, ..., each (count,) int64."""
-        found, filled = np.empty((2, count), np.int64), 0
+        places = np.empty((2, count), np.int64)
+        filled = 0
         while filled < count:
-            number, within = divmod(start + filled, self.block_rows)
-            block = self._block  # read once, because another loader's thread may replace it
-            if block is None or number != block[0]:
+            number, first = divmod(start + filled, self.block_rows)
+            block = self._block  # read once, because the thread of another loader may replace it
+            if block is None or block[0] != number:
                 positions = number * self.block_rows + np.arange(self.block_rows)
-                block = self._block = number, np.stack(self.locate(positions))
-            end = min(count, filled + self.block_rows - within)
-            found[:, filled:end] = block[1][:, within : within + end - filled]
-            filled = end
-        return found[0], found[1]
+                block = (number, np.stack(self.locate(positions)))
+                self._block = block
+            rows = min(self.block_rows - first, count - filled)
+            places[:, filled : filled + rows] = block[1][:, first : first + rows]
+            filled += rows
+        shards, firsts = places
+        return shards, firsts
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read rows start, start + 1, ...: (count, context_length + 1) int64 tokens."""
-        T, rows = self.context_length, np.empty((count, self.context_length + 1), np.int64)
+        row_tokens = self.context_length + 1
+        rows = np.empty((count, row_tokens), np.int64)
         shards, firsts = self.find(start, count)
-        numbers = shards.tolist()
-        for number in set(numbers):
+        for number in set(shards.tolist()):
             self.shards[number].check_whole()
-        for i, (shard, first) in enumerate(zip(numbers, firsts.tolist(), strict=True)):
-            rows[i] = self.shards[shard].tokens()[first : first + T + 1]
+        for row, number, first in zip(rows, shards.tolist(), firsts.tolist(), strict=True):
+            row[:] = self.shards[number].tokens()[first : first + row_tokens]
         return rows
 
 
@@ -75,7 +78,8 @@ class RowStream(Rows):
     shuffle_rows: bool = False  # in an order that is drawn for each epoch and shard
 
     def __post_init__(self):
-        T, longest = self.context_length, max(self.shards, key=lambda shard: shard.num_tokens)
+        T = self.context_length
+        longest = max(self.shards, key=lambda shard: shard.num_tokens)
         if longest.num_tokens <= T:
             raise UserError(
                 f"{longest.path}: the longest shard of its split; found {longest.num_tokens:,} tokens, "
@@ -102,38 +106,49 @@ class RowStream(Rows):
         return shard, row * self.context_length
 
 
-class Spread(Rows):
-    """Rows of a stream that are spread evenly over an epoch, `count` of them, in order."""
+class EvenlySpaced(Rows):
+    """So many rows of a stream, evenly spaced over an epoch, in order."""
 
     def __init__(self, stream: RowStream, count: int):
-        self.stream, self.count, self.block_rows = stream, count, min(BLOCK_ROWS, count)
-        self.context_length, self.shards = stream.context_length, stream.shards
+        self.stream = stream
+        self.count = count
+        self.block_rows = min(BLOCK_ROWS, count)
+        self.context_length = stream.context_length
+        self.shards = stream.shards
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.stream.locate(positions * self.stream.rows_per_epoch // self.count)
 
 
 class Mixture(Rows):
-    """The rows of a phase, by their positions in the run, from the first row of the phase on.
+    """The rows of a mixture of sources; positions count from the start of the run.
 
     Args:
         streams: source -> its rows.
+        phase: the part of the run, up to its end, in which each source has the same share.
     """
 
     def __init__(self, streams: Mapping[str, RowStream], phase: Phase, seed: int):
-        self.streams, self.phase, self.seed = [streams[source] for source in sorted(phase.shares)], phase, seed
+        self.phase = phase
+        self.seed = seed
+        self.streams: list[RowStream] = []
+        self.shards: list[Shard] = []
+        for source in sorted(phase.shares):
+            self.streams.append(streams[source])
+            self.shards += streams[source].shards
         self.context_length = self.streams[0].context_length
-        self.shards = [shard for stream in self.streams for shard in stream.shards]
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number = int(positions[0]) // BLOCK_ROWS
-        given, order = self.phase.given_before(number), self.phase.order(number, self.seed)
+        rows_used = self.phase.given_before(number)
+        order = self.phase.order(number, self.seed)  # which source has each row of the block
         shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
-        first_shard = 0
-        for i, (source, share) in enumerate(sorted(self.phase.shares.items())):
-            here = order == i
-            shards[here], firsts[here] = self.streams[i].find(given[source], share)
-            shards[here] += first_shard
+        first_shard = 0  # of the source, among the shards of all sources
+        for i, source in enumerate(sorted(self.phase.shares)):
+            is_of_source = order == i
+            source_shards, source_firsts = self.streams[i].find(rows_used[source], self.phase.shares[source])
+            shards[is_of_source] = first_shard + source_shards
+            firsts[is_of_source] = source_firsts
             first_shard += len(self.streams[i].shards)
         return shards, firsts
 
@@ -149,12 +164,12 @@ class Mixture(Rows):
 class BatchLoader:
     """Micro-batches of one rank, read ahead by a thread into pinned memory.
 
-    Each rank has an equal part of the rows of each step, and takes mini_batch_size of them at a time. So all ranks
-    together have the same micro-batches in a step, whatever their number.
+    Each rank has an equal part of the rows of each step, and takes mini_batch_size of them at a time. All ranks
+    together therefore have the same micro-batches in a step, whatever their number.
     """
 
     stream: Rows
-    steps: Iterable[range]  # of rows
+    steps: Iterable[range]  # the rows of each step
     mini_batch_size: int
     device: torch.device | str = "cpu"
     rank: int = 0
@@ -164,7 +179,8 @@ class BatchLoader:
         self.first_rows = self._first_rows()  # of the micro-batches
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
-        self.at_once = min(32, max(1, READ_TOKENS // (self.mini_batch_size * self.stream.context_length)))
+        tokens = self.mini_batch_size * self.stream.context_length
+        self.micro_batches_per_read = min(32, max(1, READ_TOKENS // tokens))
         self.ready: deque[torch.Tensor] = deque()
         self.pending: deque[Future] = deque()
         for _ in range(2):
@@ -172,16 +188,22 @@ class BatchLoader:
 
     def _first_rows(self) -> Iterator[int]:
         for step in self.steps:
-            count = len(step) // self.world_size
-            yield from step[self.rank * count :][: count : self.mini_batch_size]
+            rows_per_rank = len(step) // self.world_size
+            rows = step[self.rank * rows_per_rank : (self.rank + 1) * rows_per_rank]
+            yield from rows[:: self.mini_batch_size]
 
     def _submit(self) -> None:
-        first_rows = [*islice(self.first_rows, self.at_once)]
-        self.pending.append(self.pool.submit(lambda: [*map(self._read, first_rows)]))
+        first_rows = list(islice(self.first_rows, self.micro_batches_per_read))
+        self.pending.append(self.pool.submit(self._read, first_rows))
 
-    def _read(self, start: int) -> torch.Tensor:
-        rows = torch.from_numpy(self.stream.read(start, self.mini_batch_size))
-        return rows.pin_memory() if torch.device(self.device).type == "cuda" else rows
+    def _read(self, first_rows: Sequence[int]) -> list[torch.Tensor]:
+        micro_batches = []
+        for first_row in first_rows:
+            rows = torch.from_numpy(self.stream.read(first_row, self.mini_batch_size))
+            if torch.device(self.device).type == "cuda":
+                rows = rows.pin_memory()
+            micro_batches.append(rows)
+        return micro_batches
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next inputs and targets on the device, each (mini_batch_size, context_length) int64."""

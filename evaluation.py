@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from dataloader import RowStream, Spread
+from dataloader import EvenlySpaced, RowStream
 from generate import sample_texts
 from hellaswag_eval import Suite
 from model import GPT
@@ -113,7 +113,7 @@ class Evaluation:
         bytes_of_token = self._bytes_of_token()
         one_step = [range(rows_per_rank * ranks.world_size)]
         sums = []
-        batches = self.plan.batches(Spread(val, rows), one_step)
+        batches = self.plan.batches(EvenlySpaced(val, rows), one_step)
         with closing(batches), evaluating(self.forward), self.plan.autocast():
             for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
                 self.stop.check()

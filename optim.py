@@ -16,10 +16,10 @@ from steadygpt.machine.ranks import Ranks
 
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
-NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
-MUON_OPTIONS = ("lr", "weight_decay", "momentum", "beta2")
-AT_ONCE = 2**27  # elements of the matrices that are whole on every rank at the same time, unless one matrix has more
+MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the same time, unless one matrix has more
 
 
 def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
@@ -46,10 +46,10 @@ def make_muon(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Opti
         "momentum": config.muon_momentum,
         "beta2": config.muon_beta2,
     }
-    # Another batch size of matrices rounds differently.
-    share_work = Ranks(ranks.device) if config.deterministic else ranks
+    if config.deterministic:  # each rank computes all matrices, because another batch size rounds differently
+        ranks = Ranks(ranks.device)
     groups = [*adamw_groups(model, "embedding", "head"), matrices]
-    return Muon(groups, share_work, config.precision, **adamw_options(config))
+    return Muon(groups, ranks, config.precision, **adamw_options(config))
 
 
 OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}  # the choices of --optimizer
@@ -57,11 +57,13 @@ OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}  # the choices of --optimi
 
 def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
     """Return the parameters of the roles that have weight decay, and the vectors."""
-    params = {role: list(parameters.values()) for role, parameters in model.parameters_by_role().items()}
-    with_decay = [parameter for role in decayed for parameter in params[role]]
+    roles = model.parameters_by_role()
+    with_decay: list[nn.Parameter] = []
+    for role in decayed:
+        with_decay += roles[role].values()
     return [
         {"params": with_decay, "lr_ratio": 1.0},
-        {"params": params["vector"], "lr_ratio": 1.0, "weight_decay": 0.0},
+        {"params": list(roles["vector"].values()), "lr_ratio": 1.0, "weight_decay": 0.0},
     ]
 
 
@@ -77,7 +79,7 @@ def adamw_options(config: TrainConfig) -> dict[str, Any]:
 
 @cache
 def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the optimizer's state after one step on fake tensors, by PARAMETER.KIND."""
+    """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on tensors without content."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     cpu = torch.device("cpu")
@@ -103,14 +105,17 @@ class Muon(torch.optim.AdamW):
     Args:
         groups: with "parts", for each parameter the rows of the matrices that it stacks, "momentum", and "beta2", the
             decay of the mean squares of neurons, 0 for none.
-        ranks: share the work. Under FSDP they gather matrices for it, at most AT_ONCE numbers at a time.
+        ranks: share the work. Under FSDP they gather matrices for it, at most MAX_GATHERED elements at a time.
         precision: of the run. With bf16, matrices are orthogonalized in bf16, otherwise in fp32.
         options: of AdamW.
     """
 
     def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
         super().__init__(groups, **options)
-        self.ranks, self.dtype = ranks, torch.bfloat16 if precision == "bf16" else torch.float32
+        self.ranks = ranks
+        self.dtype = torch.float32
+        if precision == "bf16":
+            self.dtype = torch.bfloat16
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter
@@ -130,20 +135,21 @@ class Muon(torch.optim.AdamW):
     def step_muon(self) -> None:
         """Update the groups with "parts"."""
         for group in self.param_groups:
-            if "parts" in group:
-                options = {name: group[name] for name in MUON_OPTIONS}
-                stacked: Stacked = []
-                numbers = 0
-                for parameter, parts in zip(group["params"], group["parts"], strict=True):
-                    if stacked and numbers + parameter.numel() > AT_ONCE:
-                        self._update(stacked, **options)
-                        stacked = []
-                        numbers = 0
-                    stacked.append((parameter, parts))
-                    numbers += parameter.numel()
-                self._update(stacked, **options)
+            if "parts" not in group:
+                continue
+            stacked: Stacked = []
+            elements = 0
+            for parameter, parts in zip(group["params"], group["parts"], strict=True):
+                if stacked and elements + parameter.numel() > MAX_GATHERED:
+                    self._update(stacked, group)
+                    stacked = []
+                    elements = 0
+                stacked.append((parameter, parts))
+                elements += parameter.numel()
+            self._update(stacked, group)
 
-    def _update(self, stacked: Stacked, lr: float, weight_decay: float, momentum: float, beta2: float) -> None:
+    def _update(self, stacked: Stacked, group: dict[str, Any]) -> None:
+        beta2 = group["beta2"]
         matrices: list[Tensor] = []
         mean_squares: list[Tensor] = []
         for parameter, parts in stacked:
@@ -152,22 +158,26 @@ class Muon(torch.optim.AdamW):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            update = gradient.lerp(average, momentum)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(average, group["momentum"])
             matrices += full_tensor(update.to(self.dtype)).split(parts)
             if beta2:
-                neurons = [max(rows, parameter.size(1)) for rows in parts]
+                neurons = []
+                for rows in parts:
+                    neurons.append(max(rows, parameter.size(1)))
                 if "mean_squares" not in state:
                     state["mean_squares"] = torch.zeros(sum(neurons), device=matrices[-1].device)
                 mean_squares += state["mean_squares"].split(neurons)
-        updates = iter(orthogonalized(matrices, self.ranks, mean_squares, 1 - beta2))
+        updates = orthogonalized(matrices, self.ranks, mean_squares, 1 - beta2)
+        first = 0
         for parameter, parts in stacked:
             scaled = []
-            for rows in parts:
-                scaled.append(next(updates) * math.sqrt(max(1, rows / parameter.size(1))))
+            for rows, update in zip(parts, updates[first:], strict=False):
+                scaled.append(update * math.sqrt(max(1, rows / parameter.size(1))))
+            first += len(parts)
             own, update = own_part(parameter, torch.cat(scaled))
-            own.mul_(1 - lr * weight_decay)
-            own.add_(update, alpha=-lr)
+            own.mul_(1 - group["lr"] * group["weight_decay"])
+            own.add_(update, alpha=-group["lr"])
 
 
 def orthogonalized(
@@ -185,13 +195,18 @@ def orthogonalized(
     for shape, indices in batches.items():
         share = math.ceil(len(indices) / ranks.world_size)
         batch = matrices[0].new_zeros(share, *shape)
-        for place, index in zip(batch, indices[ranks.rank * share :], strict=False):
-            place.copy_(matrices[index] if matrices[index].shape == shape else matrices[index].mT)
+        for row, index in zip(batch, indices[ranks.rank * share :], strict=False):
+            matrix = matrices[index]
+            if matrix.shape != shape:
+                matrix = matrix.mT
+            row.copy_(matrix)
         batch = ranks.concatenated(newton_schulz(batch))[: len(indices)]
         if squares:
             batch = normalized(batch, [squares[index] for index in indices], weight)
         for index, result in zip(indices, batch, strict=True):
-            results[index] = result if matrices[index].shape == shape else result.mT
+            if matrices[index].shape != shape:
+                result = result.mT
+            results[index] = result
     return results
 
 
@@ -216,8 +231,8 @@ def normalized(x: Tensor, mean_squares: list[Tensor], weight: float) -> Tensor:
     """
     squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square() / x.size(1)  # (N, columns)
     means = torch.stack(mean_squares).to(x.device).lerp_(squares, weight)
-    for kept, new in zip(mean_squares, means, strict=True):
-        kept.copy_(new)
+    for mean, updated in zip(mean_squares, means, strict=True):
+        mean.copy_(updated)
     scales = means.clamp_min(TINY).rsqrt()
     norms = squares.sum(1, keepdim=True) / (squares * scales.square()).sum(1, keepdim=True).clamp_min(TINY)
     return x * (scales * norms.sqrt()).unsqueeze(1)

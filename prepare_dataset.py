@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -134,15 +134,19 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     """Return the record of --tokenizer and its number of ids, and write its tokenizer.json, if it has one, to `out`."""
     name = options.tokenizer or "gpt2"
     record = TokenizerRecord(name, document_token=options.document_token or END_OF_TEXT)
-    is_trained, path = name.startswith("bpe:"), out / TOKENIZER_JSON
+    is_trained = name.startswith("bpe:")
+    path = out / TOKENIZER_JSON
     if options.tokenizer_bytes and not is_trained:
         raise UserError(f"--tokenizer_bytes is for --tokenizer bpe:N, found {name}; drop it")
     if is_trained and record.document_token != END_OF_TEXT:
         raise UserError(f"--document_token is {record.document_token!r}, but {name} has only {END_OF_TEXT}; drop it")
     if source.holds_ids and record == TokenizerRecord("gpt2"):
         return GPT2_TOKENIZER, vocab_size_of(GPT2_TOKENIZER)  # needs no vocabulary
+    if is_trained:
+        text = trained_json(options, source, out)
+    elif record.is_file:
+        text = fetch_json(name)
     if record.is_file:
-        text = trained_json(options, source, out) if is_trained else fetch_json(name)
         record = record._replace(tokenizer_json=text)
     try:
         _ = load_tokenizer(record).document_id  # raises if it has no such token
@@ -177,8 +181,9 @@ def rows_hold_ids(source: Source, text_field: str) -> bool:
 
 
 def trained_json(options: PrepareOptions, source: Source, out: Path) -> str:
-    """Return the tokenizer.json that bpe:N gives, from the folder if an earlier start has finished it there."""
-    vocab_size, limit = vocab_size_to_train(options.tokenizer), options.tokenizer_bytes or TRAINING_BYTES
+    """Return the tokenizer.json that bpe:N gives, from the folder if an earlier command has finished it there."""
+    vocab_size = vocab_size_to_train(options.tokenizer)
+    limit = options.tokenizer_bytes or TRAINING_BYTES
     if source.holds_ids:
         raise UserError(
             f"{source.names[0]}: holds token ids; --tokenizer is {options.tokenizer}, expected the one that wrote them"
@@ -200,8 +205,10 @@ def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
     """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for."""
     if source.holds_ids and not options.tokenizer:
         raise which_tokenizer(source.names[0])
-    with lock_folder(out, IN_USE) if TokenizerRecord(options.tokenizer).is_file else nullcontext():
-        check_not_overtaken(options, out, None)
+    with ExitStack() as stack:
+        if TokenizerRecord(options.tokenizer).is_file:  # which is written now
+            stack.enter_context(lock_folder(out, IN_USE))
+        check_unchanged(options, out, None)
         record, vocab_size = obtain_tokenizer(options, source, out)
         manifest = new_manifest(options, source, record, vocab_size)
         if record.is_file:
@@ -211,13 +218,15 @@ def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
 
 def new_manifest(options: PrepareOptions, source: Source, record: TokenizerRecord, vocab_size: int) -> Manifest:
     """Return the manifest of a new preparation with a tokenizer."""
-    is_trained = record.tokenizer.startswith("bpe:")
+    tokenizer_bytes = 0
+    if record.tokenizer.startswith("bpe:"):
+        tokenizer_bytes = options.tokenizer_bytes or TRAINING_BYTES
     return Manifest(
         source=options.source,
         name=options.name,
         tokenizer=record.tokenizer,
         tokenizer_sha256=record.tokenizer_sha256,
-        tokenizer_bytes=(options.tokenizer_bytes or TRAINING_BYTES) if is_trained else 0,
+        tokenizer_bytes=tokenizer_bytes,
         document_token=record.document_token,
         shard_size=options.shard_size,
         val_tokens=options.val_tokens,
@@ -234,8 +243,8 @@ def which_tokenizer(name: str) -> UserError:
     return UserError(f"{name}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as gpt2")
 
 
-def check_not_overtaken(options: PrepareOptions, out: Path, manifest: Manifest | None) -> None:
-    """Check that a folder, which is now locked, has what it had before."""
+def check_unchanged(options: PrepareOptions, out: Path, manifest: Manifest | None) -> None:
+    """Check that a folder still has the manifest that was read before the folder was locked; None: none."""
     if Manifest.load(out, vars(options)) != manifest:
         raise UserError(f"{out}: another command has written shards meanwhile; run this again")
 
@@ -247,19 +256,27 @@ def check_not_overtaken(options: PrepareOptions, out: Path, manifest: Manifest |
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     """Parse the command line; fill in name and folder."""
     options = parse_options(PrepareOptions, argv, DESCRIPTION)
-    source = options.source if "://" in options.source else options.source.rstrip("/") or options.source
+    source = options.source
+    if "://" not in source:
+        source = source.rstrip("/") or source  # the root folder stays
     is_default = source == "fineweb-edu"
-    name = options.name or ("edufineweb" if is_default else default_name(source))
+    name = options.name
+    if not name:
+        name = "edufineweb" if is_default else default_name(source)
     if not re.fullmatch(r"[\w.-]+", name):
         raise OptionError("name", repr(name), "only letters, digits and . _ -")
-    out = options.out or str(DEFAULT_FOLDER if is_default else Path("data", name))
+    out = options.out
+    if not out:
+        out = str(DEFAULT_FOLDER) if is_default else str(Path("data", name))
     return dataclasses.replace(options, source=source, name=name, out=out)
 
 
 def default_name(source: str) -> str:
     """Return the last part of a source without wildcards and suffix."""
-    path = Path(re.split("[:@]", source)[1]) if source.startswith("hf:") else Path(source)
-    last = Path(os.path.realpath(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))).name
+    if source.startswith("hf:"):
+        source = re.split("[:@]", source)[1]
+    parts = takewhile(lambda part: not glob.has_magic(part), Path(source).parts)
+    last = Path(os.path.realpath(Path(*parts))).name
     return re.sub(r"[^\w.-]+", "_", last.removesuffix(suffix_of(last))) or "corpus"
 
 
@@ -289,26 +306,29 @@ def estimate(source: Source, manifest: Manifest, out: Path, options: PrepareOpti
     if not read:  # the end of a packed file, of which all bytes were read before
         return 0.0, 0.0
     encode = manifest.encoder(out)
-    found = encode(sample)
-    if found.spelled:
+    encoding = encode(sample)
+    if encoding.spelled:
         names = dict[str, str]()  # token -> the first file that contains it
         for block in sample:
             for token in encode([block]).spelled:
                 names.setdefault(token, block.name)
         for token, name in names.items():
-            print_spelled(name, token, manifest.document_token)
-    if first == Place() and not found.documents and not source.holds_ids:
+            explain_special_token(name, token, manifest.document_token)
+    if first == Place() and not encoding.documents and not source.holds_ids:
         check_rows(sample, manifest)
-    return len(found.ids) / read * total, sum(found.sizes) / read * total
+    return len(encoding.ids) / read * total, sum(encoding.sizes) / read * total
 
 
 def check_rows(sample: list[Block], manifest: Manifest) -> None:
     """Explain why no row of the beginning of a source has text."""
     for block in sample:
         for row, text, _ in read_documents(block, manifest.text_field):
-            reason = str(text) if isinstance(text, Skipped) else "a list, but not of token ids"
+            reason = "a list, but not of token ids"
+            advice = "set --text_field to the field with the text"
+            if isinstance(text, Skipped):
+                reason = str(text)
+                advice = text.advice
             if reason != NO_TEXT:
-                advice = text.advice if isinstance(text, Skipped) else "set --text_field to the field with the text"
                 raise UserError(f"{block.name}:{row + 1}: {reason}{advice and '; '}{advice}")
 
 
@@ -325,7 +345,7 @@ def check_names(sample: list[Block]) -> None:
                 return
 
 
-def print_spelled(name: str, token: str, document_token: str) -> None:
+def explain_special_token(name: str, token: str, document_token: str) -> None:
     """Tell that a file contains the characters of a special token, and what to do if it means the token."""
     advice = "If it means the token, encode the text with the library tokenizers and prepare the ids, see docs/data.md"
     if token == document_token:
@@ -370,15 +390,21 @@ def choose_val_share(manifest: Manifest, most: float, tokens: float, size: float
     if manifest.val_tokens == 0:
         return 0.0
     if manifest.val_tokens is None:
-        return min(VAL_SHARE, most / size) if size else VAL_SHARE
+        if not size:
+            return VAL_SHARE
+        return min(VAL_SHARE, most / size)
+    if not tokens:
+        return LARGE_SHARE
     # A little more, because the estimate may be too high; val is full once it has val_tokens.
-    return min(1.0, 1.1 * manifest.val_tokens / tokens) if tokens else LARGE_SHARE
+    return min(1.0, 1.1 * manifest.val_tokens / tokens)
 
 
 def print_forecast(source: Source, manifest: Manifest, out: Path, tokens: float) -> None:
     """Print how many tokens and how much disk to expect; check the disk."""
     needed = int(max(0, tokens - manifest.tokens)) * np.dtype(manifest.dtype).itemsize
-    at = f" at commit {source.commit[:7]}" if source.commit else ""
+    at = ""
+    if source.commit:
+        at = f" at commit {source.commit[:7]}"
     print(
         f"source: {source.name}{at}, {counted(len(source.names), 'file')}, {bytes_text(sum(source.sizes))}, about "
         f"{float(f'{tokens:.3g}'):,.0f} tokens\ndisk: about {bytes_text(needed)} of shards in {out}",
@@ -397,28 +423,36 @@ def show_progress(
     encoded: Iterable[tuple[list[Block], Encoded]], bar: ProgressBar, source: Source
 ) -> Iterator[tuple[list[Block], Encoded]]:
     """Pass units on, and show how much of the source is done."""
-    num_tokens, amount_before = 0, [*accumulate(source.sizes, initial=0)]
-    for unit, found in encoded:
-        yield unit, found
-        num_tokens += len(found.ids)
+    num_tokens = 0
+    amount_before = list(accumulate(source.sizes, initial=0))  # each file
+    for unit, encoding in encoded:
+        yield unit, encoding
+        num_tokens += len(encoding.ids)
         rate = bar.format_sizeof(num_tokens / (bar.format_dict["elapsed"] or 1))  # 0 with TQDM_DISABLE
         bar.set_postfix_str(f"{rate} tokens/s", refresh=False)
         bar.update(amount_before[unit[-1].file] + unit[-1].progress - bar.n)
 
 
-def write_missing(source: Source, manifest: Manifest, out: Path, options: PrepareOptions, is_begun: bool) -> Manifest:
-    """Write the shards that `manifest` lacks, and return the complete manifest."""
+def write_missing(
+    source: Source, manifest: Manifest, out: Path, options: PrepareOptions, begun: Manifest | None
+) -> Manifest:
+    """Write the shards that `manifest` lacks, and return the complete manifest.
+
+    Args:
+        begun: the manifest that the folder had at the start of the command.
+    """
     total = sum(source.sizes)
     before = sum(source.sizes[: manifest.next.file]) + manifest.next.progress
     with ExitStack() as stack:
         stack.enter_context(lock_folder(out, IN_USE))
-        check_not_overtaken(options, out, manifest if is_begun else None)
+        check_unchanged(options, out, begun)
         manifest.save(out)  # before any shard, because shards without a manifest are refused
         desc = "reading ids" if source.holds_ids else "tokenizing"
         bar = ProgressBar(desc=desc, total=total or None, initial=before, unit=source.progress_unit)
         units = source.units(manifest.text_field, manifest.vocab_size, manifest.next)
-        # Ids are checked as fast as a worker would receive them.
-        workers = options.num_workers or (1 if source.holds_ids else usable_cores())
+        workers = options.num_workers
+        if not workers:  # ids are checked as fast as a worker would receive them
+            workers = 1 if source.holds_ids else usable_cores()
         encode = manifest.encoder(out)
         encoded = stack.enter_context(closing(map_in_order(encode, units, workers)))
         return write_shards(show_progress(encoded, stack.enter_context(bar), source), out, manifest)
@@ -426,15 +460,19 @@ def write_missing(source: Source, manifest: Manifest, out: Path, options: Prepar
 
 def prepare(options: PrepareOptions, out: Path) -> Manifest:
     """Begin or continue a preparation, and return its manifest when it is complete."""
-    name = FINEWEB_EDU if options.source == "fineweb-edu" else options.source
+    name = options.source
+    if name == "fineweb-edu":
+        name = FINEWEB_EDU
     begun = Manifest.load(out, vars(options))
     if not (begun and begun.complete and name.startswith("hf:")):  # the Hub is not asked without need
         if options.keep_download and not name.startswith("hf:"):
             raise UserError(
                 "--keep_download is for data sets of the Hub; copy the files and name their folder as --source"
             )
-        source = find_source(name, begun.commit if begun else "", options.max_files, out)
-        for folder, path in {path.parent: path for path in source.paths}.items():
+        commit = begun.commit if begun else ""
+        source = find_source(name, commit, options.max_files, out)
+        path_in_folder = {path.parent: path for path in source.paths}
+        for folder, path in path_in_folder.items():
             if is_in(folder, out):
                 raise UserError(f"{path}: a file of --source in the folder for the shards, {out}; give another --out")
         files = fingerprint(source.identities)
@@ -464,14 +502,15 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
                 say(f"{source.name}: downloading the files that are not in the Hub's cache, {source.repo.cache}")
                 for file in source.remote:
                     hub.fetch(source.repo, file.path)
-            return write_missing(source, manifest, out, options, begun is not None)
+            return write_missing(source, manifest, out, options, begun)
     assert begun, "the folder has a manifest"
     print(f"{out}: already complete")
     return begun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    start_s, options = time.monotonic(), parse_args(argv)
+    start_s = time.monotonic()
+    options = parse_args(argv)
     out = Path(options.out)
     try:
         manifest = prepare(options, out)

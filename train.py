@@ -23,7 +23,7 @@ from torch import nn
 from dataloader import BatchLoader, Mixture
 from evaluation import Evaluation
 from guard import Guard
-from hellaswag_eval import load_suites
+from hellaswag_eval import Suite, load_suites
 from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import run_cli
@@ -54,7 +54,7 @@ from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Results, StepResult
 from steadygpt.run.summary import summarize
 
-GO_ON = 75  # exit status: EX_TEMPFAIL of sysexits.h
+EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run
@@ -95,7 +95,10 @@ class Run:
 
 def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     """Build the model on the device of each rank; restore() sets its weights."""
-    with torch.device("meta") if config.is_fsdp else ranks.device:  # FSDP allocates only this rank's shards
+    device = ranks.device
+    if config.is_fsdp:  # which allocates only the shards of this rank
+        device = torch.device("meta")
+    with device:
         model = GPT(shape, config, initialize=False)
     if config.is_fsdp:
         parallel.shard(model, model.h, ranks, config.shards(ranks.world_size), config.precision)
@@ -103,39 +106,64 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
     return model
 
 
-def build(plan: Plan, log: RunLog, held: ExitStack) -> Run:
-    """Build the run that a plan describes. If it trains, `held` closes its files at the end."""
-    config, data, ranks, device, history = plan.config, plan.data, plan.ranks, plan.ranks.device, plan.history
-    set_up(config, device, plan.launches[-1]["threads"])
-    if weights := history.weights:  # only here, so that a plan needs no download
-        ranks.on_main(lambda: load_cropped(weights, plan.sketch.config))
-    if loaded := history.checkpoint or weights:  # before any file is written
-        kept, source = state_shapes(plan.sketch.config, config.optimizer), history.path or config.init_from
-        ranks.on_main(lambda: check_tensors(loaded, source, plan.sketch, kept))
-    max_hours, in_step = config.max_hours if plan.writes else 0, config.grad_accum_steps(ranks.world_size)
-    stop = StopSignal(ranks, max_hours, log.beat, in_step)
-    if plan.writes and ranks.is_main:  # its log also says when a signal has ended the run before the first step
-        stop.raise_until_listen()
-    opened = ranks.on_main(lambda: open_outputs(plan, log, held)) if plan.writes else None
-    writer, repeats = opened or (None, Repeats(log))  # without a writer, saves do nothing
+def check_start(plan: Plan) -> None:
+    """Check on rank 0 that the tensors of the checkpoint, or the weights, from which a run starts fit its model."""
+    history = plan.history
+    shape = plan.sketch.config
+    if history.weights:  # loaded here, so that a plan needs no download
+        load_cropped(history.weights, shape)
+    content = history.checkpoint or history.weights
+    if content:
+        source = history.path or plan.config.init_from
+        check_tensors(content, source, plan.sketch, state_shapes(shape, plan.config.optimizer))
+
+
+def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
+    """Build the run that a plan describes. If it trains, `stack` closes its files at the end."""
+    config = plan.config
+    data = plan.data
+    ranks = plan.ranks
+    device = plan.ranks.device
+    launch = plan.launches[-1]
+    set_up(config, device, launch["threads"])
+    ranks.on_main(lambda: check_start(plan))  # before any file is written
+    max_hours = config.max_hours if plan.writes else 0
+    stop = StopSignal(ranks, max_hours, log.beat, config.grad_accum_steps(ranks.world_size))
+    writer = None  # without which saves do nothing
+    repeats = Repeats(log)
+    if plan.writes:
+        if ranks.is_main:  # so that the log also records a signal before the first step
+            stop.raise_until_listen()
+        outputs = ranks.on_main(lambda: open_outputs(plan, log, stack))
+        if outputs:
+            writer, repeats = outputs
     saves = Saves(config, ranks, log, stop, writer)
     if not config.eval_only:
         ranks.on_main(lambda: log.say("\n".join(plan.lines())))
-    reads_text = config.sample_freq or config.hellaswag_freq or config.core_freq or data.val_sets
-    reads_text = reads_text and (plan.writes or config.eval_only)
-    tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn) if reads_text else None
-    suites = load_suites(config, tokenizer, ranks, log.warn) if tokenizer else []
+    tokenizer = None
+    suites: list[tuple[int, Suite]] = []
+    needs_tokenizer = config.sample_freq or config.hellaswag_freq or config.core_freq or data.val_sets
+    if needs_tokenizer and (plan.writes or config.eval_only):
+        tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
+    if tokenizer:
+        suites = load_suites(config, tokenizer, ranks, log.warn)
     model = build_model(config, plan.sketch.config, ranks)
     optimizer = make_optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = restore(plan, model, optimizer, scaler)
     state.best_val_loss = saves.best_val_loss(state.best_val_loss)
-    forward: nn.Module = model.compiled() if config.compiles(device.type) else model
-    gradient_sum = GradientSum(list(model.parameters()), ranks) if config.deterministic else None
-    if ranks.world_size > 1 and not config.is_fsdp and not gradient_sum:
+    forward: nn.Module = model
+    if config.compiles(device.type):
+        forward = model.compiled()
+    gradient_sum = None
+    if config.deterministic:
+        gradient_sum = GradientSum(list(model.parameters()), ranks)
+    elif ranks.world_size > 1 and not config.is_fsdp:
         forward = parallel.replicate(forward, ranks)
-    identities = plan.launches[-1]["sources"]
-    streams = {identities[shards.name][1]: stream for shards, stream, _ in data.sources}
+    streams = {}
+    for source in data.sources:
+        _, identity = launch["sources"][source.shards.name]
+        streams[identity] = source.rows
     results = Results(config, ranks, plan.schedule, state, log, plan.sketch.flops_per_token(), repeats)
     run = Run(
         plan=plan,
@@ -189,58 +217,76 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
 # the loop
 
 
-def train(run: Run, step_ended: Callable[[], None]) -> None:
+def train(run: Run, after_step: Callable[[], None]) -> None:
     """Save, evaluate and take steps, up to the last step.
 
     Raises: Stopped, Diverged or Corrupted, on all ranks together.
     """
-    state, schedule, saves, results = run.state, run.plan.schedule, run.saves, run.results
+    state = run.state
+    saves = run.saves
+    results = run.results
     has_replicas = run.ranks.world_size > run.config.shards(run.ranks.world_size)
     results.restart_clock()
     with closing(run.training_batches()) as batches:
         while True:
-            last = state.step >= run.config.max_steps
+            is_last = state.step >= run.config.max_steps
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
-            tiers = schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
-            if saves.is_due(state.step, is_special=last or bool(tiers)):
+            tiers = run.plan.schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
+            if saves.is_due(state.step, is_special=is_last or bool(tiers)):
                 save(run)
             elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
                 run.capture.check_replicas()
-            if run.evaluation.run(state, last, lambda: save(run)):
+            if run.evaluation.run(state, is_last, lambda: save(run)):
                 results.restart_clock()
-            if last:
+            if is_last:
                 return
             results.add(train_step(run, batches))
-            step_ended()
+            after_step()
+
+
+def train_and_save(run: Run) -> tuple[str, str]:
+    """Train until the run finishes, stops or diverges, and save; return how it ended and why, as in status.json.
+
+    Raises: Corrupted; nothing of it is saved.
+    """
+    config = run.config
+    trace = Path(config.checkpoint_dir, TENSORBOARD, f"rank{run.ranks.rank}.pt.trace.json.gz")
+    status = "finished"
+    reason = ""
+    try:
+        with profiled(config.profile, trace, run.log.say) as after_step:
+            train(run, after_step)
+    except Stopped as stopped:
+        status = "stopped"
+        reason = stopped.reason
+        if reason == "saves failed":
+            status = "failed"
+            run.log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
+    except Diverged as diverged:
+        status = "failed"
+        reason = str(diverged)
+        run.state.step = diverged.step  # where the weights still are
+        run.state.rows_consumed = diverged.row
+        run.log.warn(diverged.advice(config))
+    if not run.saves.is_saved(run.state.step):  # waits for the save in flight
+        save(run)
+    if not run.saves.is_saved(run.state.step):
+        status = "failed"
+        reason = f"{reason}; the last save failed".removeprefix("; ")
+    return status, reason
 
 
 def run_to_end(run: Run) -> int:
     """Train until the run finishes, stops or diverges; then save, report how it ended and return the exit status."""
-    config, ranks, log, saves = run.config, run.ranks, run.log, run.saves
-    trace = Path(config.checkpoint_dir, TENSORBOARD, f"rank{ranks.rank}.pt.trace.json.gz")
-    status, reason = "failed", "interrupted"
+    log = run.log
+    saves = run.saves
+    status = "failed"
+    reason = "interrupted"
     log.status("running")
     try:
-        try:
-            with profiled(config.profile, trace, log.say) as step_ended:
-                train(run, step_ended)
-            ending = "finished", ""
-        except Stopped as stopped:
-            ending = "stopped", stopped.reason
-            if stopped.reason == "saves failed":
-                ending = "failed", stopped.reason
-                log.warn(f"{config.checkpoint_dir}: the run stops, because saves fail. Fix the disk, then resume")
-        except Diverged as diverged:
-            run.state.step, run.state.rows_consumed = diverged.step, diverged.row  # where the weights still are
-            ending = "failed", str(diverged)
-            log.warn(diverged.advice(config))
-        if not saves.is_saved(run.state.step):  # waits for the save in flight
-            save(run)
-        status, reason = ending
-        if not saves.is_saved(run.state.step):
-            status, reason = "failed", f"{reason}; the last save failed".removeprefix("; ")
-    except Corrupted as corrupted:  # also of the last save
+        status, reason = train_and_save(run)
+    except Corrupted as corrupted:  # also by the last save
         reason = str(corrupted)
         advice = (
             "a memory or a chip is wrong. Nothing of this is saved; resume with --resume latest without that machine"
@@ -248,7 +294,7 @@ def run_to_end(run: Run) -> int:
         log.warn(f"step {run.state.step}: {reason}; {advice}", event="corruption")
         return 1
     except Exception as error:
-        reason = lost_rank(error, ranks, config.timeout_minutes) or brief(error)
+        reason = lost_rank(error, run.ranks, run.config.timeout_minutes) or brief(error)
         raise
     finally:
         saves.wait_alone()
@@ -256,12 +302,12 @@ def run_to_end(run: Run) -> int:
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
-    is_for_others = status == "stopped" and run.guard.stop.is_for_others()
+    only_others_stop = status == "stopped" and run.guard.stop.is_for_others()
     saves.finish_uploads()
-    if is_for_others:  # else torchrun, and a loop around it, would take the run for finished here
-        say(f"{reason} came to another machine; exit status {GO_ON}, so that torchrun starts this one again")
-        return GO_ON
-    return 0 if status != "failed" else 1
+    if only_others_stop:  # else torchrun, and a loop around it, would take the run for finished here
+        say(f"{reason} came to another machine; exit status {EXIT_RESTART}, so that torchrun starts this one again")
+        return EXIT_RESTART
+    return 1 if status == "failed" else 0
 
 
 def save(run: Run) -> None:
@@ -278,7 +324,7 @@ def save(run: Run) -> None:
 
 
 def measure(run: Run) -> float:
-    """Return the seconds per step, measured on short ones."""
+    """Return the seconds per step, measured on steps with few micro-steps."""
     run.log.say("timing some steps ...")
     with closing(run.training_batches()) as batches:
 
@@ -289,37 +335,41 @@ def measure(run: Run) -> float:
         return seconds_per_step(run.config, run.ranks, take_step)
 
 
-def carry_out(plan: Plan, held: ExitStack) -> int:
+def carry_out(plan: Plan, stack: ExitStack) -> int:
     """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
-    config, history, log = plan.config, plan.history, RunLog(plan.config, plan.ranks)
+    config = plan.config
+    history = plan.history
+    log = RunLog(config, plan.ranks)
     if plan.is_finished and not config.eval_only:
         ended = f"this run is finished, at step {history.step:,}"
         log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
     elif config.dry_run == "plan":
         plan.ranks.on_main(lambda: log.say("\n".join([*plan.lines(), *forecast(plan)])))
     elif config.dry_run == "measure":
-        log.say("\n".join(forecast(plan, measure(build(plan, log, held)))))
+        log.say("\n".join(forecast(plan, measure(build(plan, log, stack)))))
     elif config.eval_only:
         log.say(f"{history.path or config.init_from} at step {history.step:,}:")
-        run = build(plan, log, held)
+        run = build(plan, log, stack)
         run.evaluation.run(run.state, True, lambda: save(run))
     else:
-        return run_to_end(build(plan, log, held))
+        return run_to_end(build(plan, log, stack))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     end_with_torchrun()
-    config, given = parse_args(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    config, typed = parse_args(argv)
     if config.list_checkpoints:
         return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
-    with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as held:
-        history = open_history(config, given, ranks, held)
+    with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as stack:
+        history = open_history(config, typed, ranks, stack)
         data = open_data(history, ranks)
         plan = settle(history, data, ranks)
         with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
-                return carry_out(plan, held)
+                return carry_out(plan, stack)
             except Stopped as stopped:  # --dry_run measure or --eval_only: run_to_end() handles it in training
                 return 128 + signal.Signals[stopped.reason]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dataloader import BatchLoader, Spread
+from dataloader import BatchLoader, EvenlySpaced
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.device import choose_precision
 from steadygpt.run.data import Data, find_data
@@ -129,7 +129,7 @@ def validate(config: TrainConfig, data: Data, forward, device: torch.device) -> 
     rows = data.val_sets[0].rows
     count = validation_rows(config, rows)
     at_once = math.gcd(count, config.mini_batch_size)  # equal batches, because nanochat returns the mean of each
-    with closing(BatchLoader(Spread(rows, count), [range(count)], at_once, device)) as batches:
+    with closing(BatchLoader(EvenlySpaced(rows, count), [range(count)], at_once, device)) as batches:
         return statistics.mean(loss_of(forward, batches).item() for _ in range(count // at_once))
 
 

@@ -111,7 +111,7 @@ class GPTConfig:
         """Return the rows of the matrices that a weight of a block stacks, by its name."""
         if "c_attn" in name:  # queries, keys and values
             return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
-        if "c_fc" in name:  # with SwiGLU the gate's, then the other one's
+        if "c_fc" in name:  # with SwiGLU, gate, then up
             return (self.mlp_size,) * ACTIVATIONS[self.activation].matrices
         return (self.embd_size,)
 
@@ -311,7 +311,7 @@ class TrainConfig(GPTConfig):
 
     @property
     def rows_per_step(self) -> int:
-        return max(1, self.total_batch_size // self.context_length)  # possible_rows() refuses a smaller batch
+        return max(1, self.total_batch_size // self.context_length)  # 0 is an error of possible_rows()
 
     def step_at(self, row: int) -> range:
         """Return the rows of the step that begins at a row of the run."""
@@ -351,8 +351,8 @@ class TrainConfig(GPTConfig):
         possible = self.possible_rows(world_size)
         if not self.mini_batch_size:  # auto
             return self
-        fitting = [rows for rows in possible if rows <= self.mini_batch_size]
-        return dataclasses.replace(self, mini_batch_size=max(fitting))
+        fitting = max(rows for rows in possible if rows <= self.mini_batch_size)
+        return dataclasses.replace(self, mini_batch_size=fitting)
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step."""
@@ -370,7 +370,7 @@ class TrainConfig(GPTConfig):
 
 FIELDS = options_of(TrainConfig)
 # The options that checkpoints store: the others belong to one launch, or say where one run writes.
-KEPT = [name for name, f in FIELDS.items() if f.metadata["on_resume"] in ("never", "ask", "free")]
+STORED = [name for name, f in FIELDS.items() if f.metadata["on_resume"] in ("never", "ask", "free")]
 # Two names of one thing: an option replaces the other one of a preset or a checkpoint.
 EXCLUSIVE = {"total_batch_size": "micro_steps", "micro_steps": "total_batch_size", "data_dir": "mix", "mix": "data_dir"}
 ABOUT = (
@@ -391,25 +391,32 @@ def parse_args(
     for name in ("resume", "init_from", "mix", "val", "checkpoint_dir"):
         if options.get(name) == "":  # an unset variable in a script must not start a new run
             raise UserError(f"--{name} is empty; expected a value, or drop the flag")
-    if (word := options.get("init_from")) in ("resume", "latest", "auto", "best", "stable"):
+    word = options.get("init_from")
+    if word in ("resume", "latest", "auto", "best", "stable"):
         raise UserError(f"--init_from {word}: expected weights; to resume a run, use --resume")
     if options.get("eval_only") and options.get("init_from", "scratch") == "scratch":
         options.setdefault("resume", "latest")
     config = kind(**options)
     if not config.resume:
         config.check_together()
-    return config, {name: "flag" if name in flags else "preset" for name in options}
+    origins = {}
+    for name in options:
+        origins[name] = "flag" if name in flags else "preset"
+    return config, origins
 
 
 def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
     """Return flags on top of the preset or TOML file that --config names, which the files `read_by` include."""
     for name in flags:
-        if (other := EXCLUSIVE.get(name)) in flags:
-            raise UserError(f"--{name} and --{other} cannot be combined; give one of them")
+        excluded = EXCLUSIVE.get(name)
+        if excluded in flags:
+            raise UserError(f"--{name} and --{excluded} cannot be combined; give one of them")
     if "config" not in flags:
         return flags
     name = flags["config"]
-    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
+    path = PRESETS / f"{name}.toml"
+    if name.endswith(".toml"):
+        path = Path(name)
     if not path.is_file():
         presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
         expected = f"a .toml file (see docs/from-other-trainers.md) or one of: {presets}"
@@ -417,9 +424,8 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
     try:
         if name in read_by:
             raise UserError("the file includes itself")
-        written = typed(
-            tomllib.loads(read_file(path, LARGEST_JSON).decode()), dict[str, VALUE], "its content", "write NAME = VALUE"
-        )
+        text = read_file(path, LARGEST_JSON).decode()
+        written = typed(tomllib.loads(text), dict[str, VALUE], "its content", "write NAME = VALUE")
         written.pop("description", "")  # which ./start_training.sh shows
         argv = [f"--{option}={value}" for option, value in written.items()]
         preset = _on_preset(read_flags(TrainConfig, argv, ABOUT), (*read_by, name))
@@ -427,4 +433,8 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
         raise UserError(f"{path}: not TOML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return {name: value for name, value in preset.items() if EXCLUSIVE.get(name) not in flags} | flags
+    options = {}
+    for name, value in preset.items():
+        if EXCLUSIVE.get(name) not in flags:
+            options[name] = value
+    return options | flags

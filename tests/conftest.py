@@ -28,7 +28,7 @@ from tensorboard.summary.writer import event_file_writer
 from steadygpt.base.durable import sha256_of
 from steadygpt.checkpoint.evaluations import of_run, read_evaluations
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, trained_with
-from steadygpt.config import KEPT, GPTConfig, TrainConfig
+from steadygpt.config import STORED, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import Shard
 from steadygpt.log.metrics import METRICS, read_records
@@ -350,7 +350,7 @@ def run_content(step: int, **more) -> dict:
 
     It was saved a second after that of the step before.
     """
-    options = {name: getattr(TrainConfig(), name) for name in KEPT}
+    options = {name: getattr(TrainConfig(), name) for name in STORED}
     decisions = {"total_batch_size": 4 * TrainConfig.context_length}
     start = {
         "id": "0" * 16, "step": 0, "row": 0, "options": options, "decisions": decisions,

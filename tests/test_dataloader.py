@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prepared import npy
 
 import dataloader
-from dataloader import BatchLoader, RowStream, Spread
+from dataloader import BatchLoader, EvenlySpaced, RowStream
 from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import key_of, permute
@@ -123,10 +123,10 @@ def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count
 def test_a_part_of_the_rows_is_spread_over_all_of_them(sizes, context, count, start):
     rows = stream(*sizes, context=context)
     count = min(count, rows.rows_per_epoch)
-    whole, found = rows.read(0, rows.rows_per_epoch).tolist(), Spread(rows, count).read(0, count).tolist()
+    whole, found = rows.read(0, rows.rows_per_epoch).tolist(), EvenlySpaced(rows, count).read(0, count).tolist()
     places = [whole.index(row) for row in found]
     assert places == [number * len(whole) // count for number in range(count)]
-    assert Spread(rows, count).read(min(start, count - 1), 1).tolist() == [found[min(start, count - 1)]]
+    assert EvenlySpaced(rows, count).read(min(start, count - 1), 1).tolist() == [found[min(start, count - 1)]]
     assert count < len(whole) or found == whole
 
 
@@ -336,7 +336,7 @@ def test_a_shard_that_is_shortened_while_a_run_reads_it_is_named(tmp_path, suffi
                 file.write(b"more")
 
     def read() -> None:
-        for _ in range(3 * loader.at_once):  # what was read ahead comes first
+        for _ in range(3 * loader.micro_batches_per_read):  # what was read ahead comes first
             loader.next()
 
     if how in ("shortened", "emptied"):

@@ -135,7 +135,7 @@ def test_gathering_in_chunks_changes_nothing(monkeypatch, at_once, expected):
     update, batches = Muon._update, []
 
     def trained(numbers_at_once: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(optim, "AT_ONCE", numbers_at_once)
+        monkeypatch.setattr(optim, "MAX_GATHERED", numbers_at_once)
         batches.clear()
         torch.manual_seed(0)
         model = GPT(SMALL)

@@ -118,10 +118,10 @@ LATER = [
 ]
 
 
-KEPT = [(f"{flags} --keep_download", message) for flags, message in OF_THE_HUB]
+STORED = [(f"{flags} --keep_download", message) for flags, message in OF_THE_HUB]
 
 
-@pytest.mark.parametrize(("flags", "message"), [*AT_ONCE, *OF_THE_HUB, *KEPT])
+@pytest.mark.parametrize(("flags", "message"), [*AT_ONCE, *OF_THE_HUB, *STORED])
 def test_a_mistake_is_one_line_before_anything_large_is_read_or_written(flags, message, inputs):
     refused(flags, message)
     assert not Path("out").exists()

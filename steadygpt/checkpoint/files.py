@@ -34,7 +34,7 @@ from steadygpt.base.progress import say
 from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.checkpoint.evaluations import LaunchId, origin
-from steadygpt.config import KEPT, GPTConfig, TrainConfig
+from steadygpt.config import STORED, GPTConfig, TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.digests import check_digests
 from steadygpt.machine.host import process_age_s
@@ -76,7 +76,7 @@ class Launch(FirstStep):
     """What one launch of a run trained on, and how."""
 
     row: Count  # of the first step
-    options: dict[str, Any]  # of KEPT, as they were asked for
+    options: dict[str, Any]  # of STORED, as they were asked for
     decisions: dict[str, Any]  # the values of DECIDED that hold in their place
     sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
     val_sets: dict[str, tuple[str, str]]  # the same; the first one stays the first one
@@ -411,7 +411,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         # Options that were added since the file was written have their defaults.
         asked = typed(entry["options"], TrainConfig, name, ADVICE)
         config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
-        entry["options"] = {name: getattr(asked, name) for name in KEPT}
+        entry["options"] = {name: getattr(asked, name) for name in STORED}
         entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
         expected = entry["row"] + (found["step"] - entry["step"]) * config.rows_per_step
     if rows != expected:

@@ -18,7 +18,7 @@ from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.mirror import Damaged, Mirror
-from steadygpt.config import EXCLUSIVE, FIELDS, KEPT, TrainConfig
+from steadygpt.config import EXCLUSIVE, FIELDS, STORED, TrainConfig
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import Recorded, check_listing
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -274,7 +274,7 @@ def resumed(last: files.Launch, config: TrainConfig, given: Mapping[str, str]) -
     then, so the command of the first launch also resumes.
     """
     options, decisions, changes = dict(last["options"]), dict(last["decisions"]), []
-    for name in filter(given.__contains__, KEPT):
+    for name in filter(given.__contains__, STORED):
         rule, new, other = FIELDS[name].metadata["on_resume"], getattr(config, name), EXCLUSIVE.get(name, "")
         trained_with = decisions.get(name, options[name])
         # A flag of the first launch may have overridden the preset.

@@ -17,7 +17,7 @@ from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, trained_with
-from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
+from steadygpt.config import FINEWEB_EDU_TOKENS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.tasks import load_core
@@ -312,7 +312,7 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
     if launches:
         # The rows that memory has room for are chosen once, and --deterministic needs the same ones.
         sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
-        launches[-1]["options"] = {name: getattr(asked, name) for name in KEPT}
+        launches[-1]["options"] = {name: getattr(asked, name) for name in STORED}
         launches[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
     ended = history.checkpoint and read_status(Path(config.checkpoint_dir)).get("status") == "finished"
     return {

@@ -71,7 +71,7 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(with_model):
     assert ".merge_and_unload().save_pretrained('merged')\" model; then convert merged, with the tokenizer" in message
 
 
-KEPT = {
+STORED = {
     "generation_config.json": '{"eos_token_id": [257, 258], "temperature": 0.6}',
     "tokenizer_config.json": '{"chat_template": "{{ messages }}", "eos_token": "<|im_end|>"}',
     "special_tokens_map.json": '{"eos_token": "<|im_end|>"}',
@@ -83,7 +83,7 @@ def test_what_came_with_a_chat_model_survives_fine_tuning_and_export():
     special = {"<|endoftext|>": 256, "<|im_end|>": 257, "<|im_start|>": 258}
     llama("chat", 320, bos_token_id=256, eos_token_id=[257, 258], pad_token_id=5000)
     Path("chat/tokenizer.json").write_text(byte_tokenizer(special))
-    for name, text in KEPT.items():
+    for name, text in STORED.items():
         Path("chat", name).write_text(text, encoding="utf-8")
     assert convert_hf.main(["chat", "chat.pt"]) == 0
     Path("text.txt").write_text("some text " * 200)
@@ -94,7 +94,7 @@ def test_what_came_with_a_chat_model_survives_fine_tuning_and_export():
         assert convert_hf.main([source, target]) == 0
     assert convert_hf.main(["again.pt", "again"]) == 0
     for target in ("exported", "tuned_exported", "again"):
-        assert {name: Path(target, name).read_text(encoding="utf-8") for name in KEPT} == KEPT
+        assert {name: Path(target, name).read_text(encoding="utf-8") for name in STORED} == STORED
         stored = json.loads(Path(target, "config.json").read_text())
         assert (stored["bos_token_id"], stored["eos_token_id"]) == (256, [257, 258])
         assert stored["pad_token_id"] is None  # the id did not exist
@@ -136,11 +136,11 @@ def test_an_export_says_how_a_text_ends():
 
 
 def test_other_files_of_a_made_checkpoint_are_not_written():
-    kept = json.dumps({"ids": {"eos_token_id": 3, "x": 1}, "files": {"../outside": "a", "sub/b": "c", **KEPT}})
+    kept = json.dumps({"ids": {"eos_token_id": 3, "x": 1}, "files": {"../outside": "a", "sub/b": "c", **STORED}})
     write_folder(checkpoint_of(SMALL) | {"tokenizer_files": kept}, Path("out"))
     assert not Path("outside").exists()
     assert {path.name for path in Path("out").iterdir()} == {
-        *KEPT,
+        *STORED,
         "config.json",
         "model.safetensors",
         "tokenizer.json",

@@ -9,14 +9,17 @@ from test_config import parse
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import Launch, as_checkpoint
-from steadygpt.config import FIELDS, KEPT, TrainConfig, parse_args
+from steadygpt.config import FIELDS, STORED, TrainConfig, parse_args
 from steadygpt.run.history import resumed
 
 
 def start(config=None, **decisions) -> Launch:
     """Return a launch that was asked for these options, in the record of a checkpoint."""
     [entry] = run_content(3)["launches"]
-    return entry | {"options": {name: getattr(config or TrainConfig(), name) for name in KEPT}, "decisions": decisions}
+    return entry | {
+        "options": {name: getattr(config or TrainConfig(), name) for name in STORED},
+        "decisions": decisions,
+    }
 
 
 @pytest.mark.parametrize(
@@ -116,4 +119,4 @@ def test_options_missing_from_the_checkpoint_keep_their_defaults():
     del content["launches"][0]["options"]["sharding"]
     content["launches"][0]["options"]["no_longer_there"] = 1
     found = as_checkpoint(content, Path("latest.pt"))["launches"][0]["options"]
-    assert found == {name: f.default for name, f in FIELDS.items() if name in KEPT}
+    assert found == {name: f.default for name, f in FIELDS.items() if name in STORED}
