@@ -9,17 +9,19 @@ several sources, each in its own order.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
 
 from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
 from steadygpt.data.shards import MAPPED, Shard
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
+IN_ORDER = TrainConfig(shuffle_shards=False, shuffle_rows=False)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the rows
@@ -72,10 +74,7 @@ class RowStream(Rows):
 
     shards: Sequence[Shard]  # at least one; those with fewer than context_length + 1 tokens have no row and are skipped
     context_length: int
-    _: KW_ONLY  # so that no field that is put in between turns a shuffle off
-    seed: int = 0  # of both shuffles
-    shuffle_shards: bool = False  # in an order that is drawn for each epoch
-    shuffle_rows: bool = False  # in an order that is drawn for each epoch and shard
+    options: TrainConfig = IN_ORDER  # decide the order: shuffle_shards, shuffle_rows and the seed of both
 
     def __post_init__(self):
         T = self.context_length
@@ -93,16 +92,18 @@ class RowStream(Rows):
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of the rows at ascending positions (n,), each (n,) int64."""
+        options = self.options
         epochs = np.arange(positions[0] // self.rows_per_epoch, positions[-1] // self.rows_per_epoch + 1)[:, None]
         order = np.tile(np.arange(len(self.shards)), (len(epochs), 1))
-        if self.shuffle_shards:
-            order = permute(order, len(self.shards), key_of(self.seed, epochs))
+        if options.shuffle_shards:
+            order = permute(order, len(self.shards), key_of(options.seed, epochs))
         ends = (self.num_rows[order].cumsum(1) + epochs * self.rows_per_epoch).ravel()  # in the stream
         place = np.searchsorted(ends, positions, side="right")
         shard = order.ravel()[place]
         row = positions - (ends[place] - self.num_rows[shard])
-        if self.shuffle_rows:
-            row = permute(row, self.num_rows[shard], key_of(self.seed, positions // self.rows_per_epoch, shard))
+        if options.shuffle_rows:
+            epoch = positions // self.rows_per_epoch
+            row = permute(row, self.num_rows[shard], key_of(options.seed, epoch, shard))
         return shard, row * self.context_length
 
 

@@ -20,6 +20,7 @@ import torch
 from benchmarks.compare import benchmark_parser, compare, synchronize
 from dataloader import BatchLoader, Mixture, RowStream
 from model import GPT, GPTConfig
+from steadygpt.config import TrainConfig
 from steadygpt.data.order import Phase, shares_of_block
 from steadygpt.data.shards import Shard, open_shard
 from steadygpt.machine.device import autocast, choose_precision
@@ -41,7 +42,7 @@ def four_sources(shard: Shard, context: int) -> Mixture:
     size = shard.num_tokens // 4
     streams = {
         str(i): RowStream(
-            [replace(shard, offset=i * size * shard.dtype.itemsize, num_tokens=size)], context, 0, True, True
+            [replace(shard, offset=i * size * shard.dtype.itemsize, num_tokens=size)], context, TrainConfig(seed=0)
         )
         for i in range(4)
     }
@@ -87,7 +88,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, random = Path(temporary), np.random.default_rng(0)
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
-        stream = RowStream([open_shard(folder / "train.bin")], T, shuffle_shards=True, shuffle_rows=True)
+        stream = RowStream([open_shard(folder / "train.bin")], T, TrainConfig())
         loader = BatchLoader(stream, [range(2**40)], B, device)
         mixed = BatchLoader(four_sources(open_shard(folder / "train.bin"), T), [range(2**40)], B, device)
         sides = {"SteadyGPT": loader.next, "SteadyGPT, 4 sources": mixed.next}

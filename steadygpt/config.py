@@ -150,7 +150,7 @@ class TrainConfig(GPTConfig):
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
     micro_steps: int = _optim(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
-                              "start derives from them; 0 = total_batch_size decides", on_resume="never")
+                              "launch derives from them; 0 = total_batch_size decides", on_resume="never")
     mini_batch_size: int = _optim(32, "micro-batch size: rows per micro-step on each rank, or fewer to divide a step "
                                   "evenly; 0 or auto: as many as fit", spellings={"auto": "0"}, at_most=2**24)
     optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks with AdamW for the rest",

@@ -23,6 +23,7 @@ from model import GPT, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import find_checkpoint
+from steadygpt.config import TrainConfig
 from steadygpt.convert.families import FAMILIES, TABLES, resolved
 from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
@@ -381,7 +382,7 @@ def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     shards, losses = ShardSet.find("", "data", "train").shards, []
-    rows = RowStream(shards, 16, seed=1337, shuffle_shards=True, shuffle_rows=True)
+    rows = RowStream(shards, 16, TrainConfig(seed=1337))
     for step in range(10):
         batch = torch.from_numpy(rows.read(4 * step, 4))
         loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())

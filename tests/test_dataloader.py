@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prepared import npy
 
 import dataloader
-from dataloader import BatchLoader, EvenlySpaced, RowStream
+from dataloader import IN_ORDER, BatchLoader, EvenlySpaced, RowStream
 from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import key_of, permute
@@ -47,7 +47,7 @@ class Tokens(Shard):
 
 
 def stream(*sizes: int, context=4, **options) -> RowStream:
-    return RowStream([Tokens(number, size) for number, size in enumerate(sizes)], context, **options)
+    return RowStream([Tokens(number, size) for number, size in enumerate(sizes)], context, replace(IN_ORDER, **options))
 
 
 shard_sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(lambda sizes: max(sizes) > 7)

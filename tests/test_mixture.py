@@ -41,7 +41,7 @@ def stream_of(source: int, num_rows: int = 700) -> RowStream:
     """Return a source of two shards, with rows of one token: row r of source s has the token 1000 * s + r."""
     first, second = num_rows // 2, num_rows - num_rows // 2
     shards = [Numbers(1000 * source, first + 1), Numbers(1000 * source + first, second + 1)]
-    return RowStream(shards, 1, seed=7, shuffle_shards=True, shuffle_rows=True)
+    return RowStream(shards, 1, TrainConfig(seed=7))
 
 
 def mixture_of(shares: dict[str, int], number=0, first_row=0, given=None, seed=7) -> Mixture:

@@ -88,19 +88,8 @@ def find_data(
     record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved, of_weights)
     found = [s.for_vocab(vocab_size) for s in found]
     val_sets = [s.for_vocab(vocab_size) for s in val_sets]
-    sources = tuple(DataSet(s, training_rows(s, config), places[s.name][1]) for s in found)
+    sources = tuple(DataSet(s, RowStream(s.shards, T, config), places[s.name][1]) for s in found)
     return Data(sources, tuple(DataSet(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
-
-
-def training_rows(shards: ShardSet, config: TrainConfig) -> RowStream:
-    """Return the rows of a source in the order of a run."""
-    return RowStream(
-        shards.shards,
-        config.context_length,
-        seed=config.seed,
-        shuffle_shards=config.shuffle_shards,
-        shuffle_rows=config.shuffle_rows,
-    )
 
 
 def recorded_sources(
@@ -125,7 +114,7 @@ def recorded_sources(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{identity[:12]}...; copy those back"
             )
-        sources.append(DataSet(shards, training_rows(shards, config)))
+        sources.append(DataSet(shards, RowStream(shards.shards, config.context_length, config)))
     return tuple(sources)
 
 
