@@ -13,7 +13,7 @@ nanochat's evaluation of base models.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +54,10 @@ class Question(NamedTuple):
     @property
     def shared(self) -> int:
         """The number of first tokens that are computed once. Each answer is a branch after them."""
-        unscored = (len(ids) - n for ids, n in zip(self.answers, self.scored, strict=True))
-        return max(0, min(common_length(self.answers), *unscored) - 1)
+        length = common_length(self.answers)
+        for ids, count in zip(self.answers, self.scored, strict=True):
+            length = min(length, len(ids) - count)
+        return max(0, length - 1)
 
     @property
     def width(self) -> int:
@@ -67,7 +69,9 @@ def common_length(sequences: Sequence[np.ndarray]) -> int:
     """Return how many of the first tokens are the same in all sequences."""
     shortest = min(map(len, sequences))
     differs = np.any([ids[:shortest] != sequences[0][:shortest] for ids in sequences], axis=0)
-    return int(differs.argmax()) if differs.any() else shortest
+    if not differs.any():
+        return shortest
+    return int(differs.argmax())
 
 
 def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int) -> Question:
@@ -80,34 +84,65 @@ def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int)
     that all have in common; in a schema task, where the contexts differ, what all have in common at the end. A prompt
     that is too long is cut at the start, each on its own.
     """
-    texts, label = task.rows[number]
-    limit = context_length
+    texts, right = task.rows[number]
     if task.kind == HELLASWAG:
-        context = tokenizer.encode(texts[0][0]) or [tokenizer.document_id]  # as every document of the data begins
-        # GPT-2's words begin with a space.
-        answers = [np.array(context + tokenizer.encode(f" {ending}"), np.int32) for _, ending in texts]
-        scored, limit = [len(ids) - len(context) for ids in answers], limit + 1  # the last token is no input
+        whole, scored = _hellaswag_answers(texts, tokenizer)
+        limit = context_length + 1  # the last token is no input
+        surplus = max(0, max(map(len, whole)) - limit)  # of the longest ending
     else:
-        before = task.shots_of(number)
-        prompts = [before + task.delimiter.join(text) for text in texts]
-        if task.kind == GREEDY:
-            prompts.insert(0, f"{before}{texts[0][0]}{task.delimiter}".strip())
-        answers = [np.array([tokenizer.document_id, *tokenizer.encode(prompt)], np.int32) for prompt in prompts]
-        scored = [len(ids) - common_length(answers) for ids in answers]
-        if task.kind == SCHEMA:
-            scored = [common_length([ids[::-1] for ids in answers])] * len(answers)
-        if task.kind == GREEDY:
-            del answers[0], scored[0]
-    surplus = max(0, *(len(ids) - limit for ids in answers)) if task.kind == HELLASWAG else 0
-    kept = [ids[max(0, min(surplus, len(ids) - n - 1)) :][-limit:] for ids, n in zip(answers, scored, strict=True)]
-    # The first token has no prediction; a continuation that begins with it is not scored, as in nanochat.
-    most = [len(ids) - 1 if task.kind == HELLASWAG or n < len(ids) else 0 for ids, n in zip(kept, scored, strict=True)]
-    scored = [*map(min, scored, most)]
-    # Of equal answers rounding could prefer the later one, which is not scored.
-    keys = [(ids.tobytes(), n) for ids, n in zip(kept, scored, strict=True)]
-    scored = [n * (keys.index(key) == at) for at, (n, key) in enumerate(zip(scored, keys, strict=True))]
-    is_cut = any(len(ids) < len(whole) for ids, whole in zip(kept, answers, strict=True))
-    return Question(kept, scored, None if task.kind == GREEDY else label, is_cut)
+        whole, scored = _core_answers(task, number, tokenizer)
+        limit = context_length
+        surplus = 0
+    answers: list[np.ndarray] = []
+    counts: list[int] = []
+    for ids, count in zip(whole, scored, strict=True):
+        cut_at = max(0, min(surplus, len(ids) - count - 1))
+        answer = ids[cut_at:][-limit:]
+        # The first token has no prediction. In CORE, a continuation that begins with it is not scored, as in nanochat.
+        if task.kind == HELLASWAG:
+            count = min(count, len(answer) - 1)
+        elif count >= len(answer):
+            count = 0
+        # Of equal answers rounding could prefer the later one, which is not scored.
+        for earlier, earlier_count in zip(answers, counts, strict=True):
+            if count == earlier_count and np.array_equal(answer, earlier):
+                count = 0
+        answers.append(answer)
+        counts.append(count)
+    is_cut = any(len(answer) < len(ids) for answer, ids in zip(answers, whole, strict=True))
+    label = None if task.kind == GREEDY else right
+    return Question(answers, counts, label, is_cut)
+
+
+def _hellaswag_answers(texts: Sequence[Sequence[str]], tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
+    """Return the tokens of context and ending, and the number of the ending's, for each ending."""
+    context = tokenizer.encode(texts[0][0])
+    if not context:
+        context = [tokenizer.document_id]  # as every document of the data begins
+    answers = []
+    scored = []
+    for _, ending in texts:
+        ending_ids = tokenizer.encode(f" {ending}")  # GPT-2's words begin with a space
+        answers.append(np.array(context + ending_ids, np.int32))
+        scored.append(len(ending_ids))
+    return answers, scored
+
+
+def _core_answers(task: Task, number: int, tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
+    """Return the tokens of each prompt of an example, and how many of its last ones are scored."""
+    texts, _ = task.rows[number]
+    before = task.shots_of(number)
+    prompts = [before + task.delimiter.join(text) for text in texts]
+    if task.kind == GREEDY:  # the prompt alone, beside the one with its continuation
+        prompts.insert(0, f"{before}{texts[0][0]}{task.delimiter}".strip())
+    answers = [np.array([tokenizer.document_id, *tokenizer.encode(prompt)], np.int32) for prompt in prompts]
+    if task.kind == SCHEMA:
+        common_end = common_length([ids[::-1] for ids in answers])
+        return answers, [common_end] * len(answers)
+    common_start = common_length(answers)
+    if task.kind == GREEDY:
+        del answers[0]
+    return answers, [len(ids) - common_start for ids in answers]
 
 
 def make_batches(widths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
@@ -126,33 +161,40 @@ def score_batch(model: GPT, batch: Sequence[Question], device: torch.device) -> 
     Logits are computed for scored tokens only. Without any, both are 0.
     """
     width = max(1, *(question.width for question in batch))
-    inputs, positions = torch.zeros(2, len(batch), width, dtype=torch.int64)
+    inputs = torch.zeros(len(batch), width, dtype=torch.int64)
+    positions = torch.zeros_like(inputs)
     targets = torch.zeros_like(inputs)
     is_target = torch.zeros_like(inputs, dtype=torch.bool)
     branches = torch.zeros_like(inputs)  # 0: shared, visible to all; 1, 2, ...: branches, each visible to itself
+    counts = []  # of the targets of each answer
     for i, question in enumerate(batch):
-        shared = begin = question.shared
-        inputs[i, :shared], positions[i, :shared] = torch.from_numpy(question.answers[0][:shared]), torch.arange(shared)
+        shared = question.shared
+        inputs[i, :shared] = torch.from_numpy(question.answers[0][:shared])
+        positions[i, :shared] = torch.arange(shared)
+        begin = shared
         for number, (answer, count) in enumerate(zip(question.answers, question.scored, strict=True), start=1):
-            ids, end = torch.from_numpy(answer), begin + len(answer) - shared - 1
+            ids = torch.from_numpy(answer)
+            end = begin + len(ids) - shared - 1
             inputs[i, begin:end] = ids[shared:-1]
             targets[i, end - count : end] = ids[len(ids) - count :]
             is_target[i, end - count : end] = True
             positions[i, begin:end] = torch.arange(shared, len(ids) - 1)
             branches[i, begin:end] = number
             begin = end
+            counts.append(count)
     branches = branches.to(device)
-    same = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
-    mask = same.tril()[:, None]  # (B, 1, width, width)
+    is_same = branches[:, None, :] == branches[:, :, None]
+    is_visible = is_same | (branches[:, None, :] == 0)
+    mask = is_visible.tril()[:, None]  # (B, 1, width, width)
     scores = model.answer_scores(
         inputs.to(device), targets.to(device), is_target.to(device), positions.to(device), mask
     )
     losses, leads = scores.cpu().T.contiguous()
-    counts = [*chain.from_iterable(question.scored for question in batch)]
-    sums = [part.sum().item() for part in losses.split(counts)]
-    least = [min(part.tolist(), default=0.0) for part in leads.split(counts)]
-    found = zip(sums, least, strict=True)
-    return [[next(found) for _ in question.answers] for question in batch]
+    sums_and_leads = []
+    for answer_losses, answer_leads in zip(losses.split(counts), leads.split(counts), strict=True):
+        sums_and_leads.append((answer_losses.sum().item(), min(answer_leads.tolist(), default=0.0)))
+    answers_left = iter(sums_and_leads)
+    return [list(islice(answers_left, len(question.answers))) for question in batch]
 
 
 def score(
@@ -169,53 +211,59 @@ def score(
     Returns: the same array on every rank; 0 for answers that a question lacks.
     """
     widths = np.array([question.width for question in questions])
+    most_answers = max(len(question.answers) for question in questions)
+    tokens_per_batch = TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"]
 
-    def score_some(chosen: np.ndarray, what: str) -> np.ndarray:
-        """Score the questions of these indices, all others are 0."""
-        batches = make_batches(widths[chosen], TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"])
-        found = torch.zeros(len(questions), max(len(question.answers) for question in questions), 2).double()
-        turns, hidden = range(0, len(batches), ranks.world_size), not (progress and batches)
-        for turn in ProgressBar(iterable=turns, total=len(turns), desc=what, unit="batch", disable=hidden):
+    def score_some(indices: np.ndarray, desc: str) -> np.ndarray:
+        """Score the questions of these indices; the scores of all others are 0."""
+        batches = make_batches(widths[indices], tokens_per_batch)
+        scores = torch.zeros(len(questions), most_answers, 2, dtype=torch.float64)
+        turns = range(0, len(batches), ranks.world_size)
+        is_hidden = not (progress and batches)
+        for turn in ProgressBar(iterable=turns, total=len(turns), desc=desc, unit="batch", disable=is_hidden):
             check()
             # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
-            batch = chosen[batches[min(turn + ranks.rank, len(batches) - 1)]]
-            scores = score_batch(model, [questions[number] for number in batch], ranks.device)
-            for number, of_answers in zip(batch, scores, strict=True) if turn + ranks.rank < len(batches) else ():
-                found[number, : len(of_answers)] = torch.tensor(of_answers)
-        return ranks.sum(found).numpy()
+            has_batch = turn + ranks.rank < len(batches)
+            batch = indices[batches[turn + ranks.rank] if has_batch else batches[-1]]
+            scores_of_batch = score_batch(model, [questions[number] for number in batch], ranks.device)
+            if has_batch:
+                for number, answers in zip(batch, scores_of_batch, strict=True):
+                    scores[number, : len(answers)] = torch.tensor(answers)
+        return ranks.sum(scores).numpy()
 
     with evaluating(model), any_length():
-        found = score_some(np.arange(len(questions)), "examples")
+        scores = score_some(np.arange(len(questions)), "examples")
         if torch.is_autocast_enabled(ranks.device.type):
-            close = close_calls(questions, found)
+            close = close_calls(questions, scores)
             with torch.autocast(ranks.device.type, enabled=False):
-                found[close] = score_some(close.nonzero()[0], "close calls")[close]
-    return found
+                scores[close] = score_some(close.nonzero()[0], "close calls")[close]
+    return scores
 
 
-def by_sum_and_length(questions: Sequence[Question], found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_sum_and_length(questions: Sequence[Question], scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the loss of each answer by its sum and per token, and its number of tokens, (questions, most answers).
 
     An answer without a token is never the best, unless it is the first one: in nanochat its loss per token is NaN, and
     Python's min() takes a NaN that comes first.
     """
-    lengths = np.zeros(found.shape[:2])
+    lengths = np.zeros(scores.shape[:2])
     for number, question in enumerate(questions):
         lengths[number, : len(question.scored)] = question.scored
-    sums = np.where(lengths > 0, found[..., 0], np.inf)
+    sums = np.where(lengths > 0, scores[..., 0], np.inf)
     per_token = sums / np.maximum(lengths, 1)
     per_token[lengths[:, 0] == 0, 0] = -np.inf
     return sums, per_token, lengths
 
 
-def close_calls(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
-    """Find the questions in which rounding may decide the answer, by sum or by length; (questions,) bool."""
-    *losses, lengths = by_sum_and_length(questions, found)
-    close = np.array([question.label is None for question in questions]) & (np.abs(found[:, 0, 1]) < ROUNDING_OF_LEAD)
-    for loss, length in zip(losses, (1, np.maximum(lengths, 1)), strict=True):
-        errors = ROUNDING * np.sqrt(lengths) / length
-        bound = (loss + errors).min(1, keepdims=True)  # the best answer is at most this
-        close |= (loss - errors < bound).sum(1) > 1
+def close_calls(questions: Sequence[Question], scores: np.ndarray) -> np.ndarray:
+    """Return in which questions rounding may decide the answer, by sum or by length; (questions,) bool."""
+    sums, per_token, lengths = by_sum_and_length(questions, scores)
+    is_greedy = np.array([question.label is None for question in questions])
+    close = is_greedy & (np.abs(scores[:, 0, 1]) < ROUNDING_OF_LEAD)
+    errors_of_sums = ROUNDING * np.sqrt(lengths)
+    for losses, errors in ((sums, errors_of_sums), (per_token, errors_of_sums / np.maximum(lengths, 1))):
+        bound = (losses + errors).min(1, keepdims=True)  # the best answer is at most this
+        close |= (losses - errors < bound).sum(1) > 1
     return close
 
 
@@ -223,11 +271,13 @@ def close_calls(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
 # accuracies
 
 
-def right_answers(questions: Sequence[Question], found: np.ndarray) -> np.ndarray:
+def right_answers(questions: Sequence[Question], scores: np.ndarray) -> np.ndarray:
     """Return whether the best answer is the right one, by the summed loss and by the loss per token, (2, questions)."""
     labels = np.array([-1 if question.label is None else question.label for question in questions])
-    chosen = [losses.argmin(1) == labels for losses in by_sum_and_length(questions, found)[:2]]
-    return np.where(labels < 0, found[:, 0, 1] > 0, chosen)
+    sums, per_token, _ = by_sum_and_length(questions, scores)
+    is_right = [sums.argmin(1) == labels, per_token.argmin(1) == labels]
+    is_most_likely = scores[:, 0, 1] > 0  # each token of a single answer leads over all others
+    return np.where(labels < 0, is_most_likely, is_right)
 
 
 @dataclass(frozen=True)
@@ -246,11 +296,22 @@ class Suite:
             place: file of HellaSwag, or folder of CORE.
             length: of the context of the model.
         """
-        tasks = ranks.from_main(partial(load_core if name == CORE else load_hellaswag, place, limit))
-        asked = [(task, number) for task in tasks for number in range(len(task.rows))]
-        mine = asked[ranks.rank :: ranks.world_size]
-        parts = ranks.gather(ranks.on_each(lambda: [tokenize(*one, tokenizer, length) for one in mine]))
-        return cls(name, tasks, [parts[n % len(parts)][n // len(parts)] for n in range(len(asked))])
+        load = load_core if name == CORE else load_hellaswag
+        tasks = ranks.from_main(partial(load, place, limit))
+        examples = []
+        for task in tasks:
+            for number in range(len(task.rows)):
+                examples.append((task, number))
+        own_examples = examples[ranks.rank :: ranks.world_size]
+        own_questions = ranks.on_each(
+            lambda: [tokenize(task, number, tokenizer, length) for task, number in own_examples]
+        )
+        questions_of_ranks = ranks.gather(own_questions)
+        questions = []
+        for index in range(len(examples)):
+            place_on_rank, rank = divmod(index, ranks.world_size)
+            questions.append(questions_of_ranks[rank][place_on_rank])
+        return cls(name, tasks, questions)
 
     def scored(
         self, model: GPT, ranks: Ranks, check: Callable[[], object] = bool, progress: bool = False
@@ -259,25 +320,38 @@ class Suite:
 
         HellaSwag has acc and acc_norm. CORE is the mean of its tasks' accuracies by loss per token, each centred.
         """
-        losses, norms = right_answers(self.questions, score(model, self.questions, ranks, check, progress))
-        cut, ends = [question.is_cut for question in self.questions], accumulate(len(task.rows) for task in self.tasks)
-        examples = (
-            f"({counted(len(cut), 'example')}{f', {sum(cut):,} of them cut to the context of the model' * any(cut)})"
-        )
+        by_sum, by_token = right_answers(self.questions, score(model, self.questions, ranks, check, progress))
+        is_cut = np.array([question.is_cut for question in self.questions])
+        examples = counted(len(self.questions), "example")
+        if is_cut.any():
+            examples += f", {is_cut.sum():,} of them cut to the context of the model"
         if self.name == HELLASWAG:
-            acc, acc_norm = losses.mean().item(), norms.mean().item()
-            text = f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} {examples}"
+            acc = by_sum.mean().item()
+            acc_norm = by_token.mean().item()
+            text = f"HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({examples})"
             return {f"{HELLASWAG}_acc": acc, f"{HELLASWAG}_acc_norm": acc_norm}, text
-        line, centred = "  {:<36} {:>8} {:>8} {:>8} {:>9} {:>7}".format, dict[str, float]()
-        lines = [line("task", "accuracy", "chance", "centred", "examples", "cut")]
-        for task, end in zip(self.tasks, ends, strict=True):
-            of_task = slice(end - len(task.rows), end)
-            accuracy = norms[of_task].mean().item()
-            centred[f"{CORE}/{task.label}"] = centre = (accuracy - task.chance) / (1 - task.chance)
-            numbers = (f"{number:.4f}" for number in (accuracy, task.chance, centre))
-            lines.append(line(printable(task.label), *numbers, f"{len(task.rows):,}", f"{sum(cut[of_task]):,}"))
+        row = "  {:<36} {:>8} {:>8} {:>8} {:>9} {:>7}".format
+        lines = [row("task", "accuracy", "chance", "centred", "examples", "cut")]
+        centred: dict[str, float] = {}
+        begin = 0
+        for task in self.tasks:
+            end = begin + len(task.rows)
+            accuracy = by_token[begin:end].mean().item()
+            centre = (accuracy - task.chance) / (1 - task.chance)
+            centred[f"{CORE}/{task.label}"] = centre
+            lines.append(
+                row(
+                    printable(task.label),
+                    f"{accuracy:.4f}",
+                    f"{task.chance:.4f}",
+                    f"{centre:.4f}",
+                    f"{len(task.rows):,}",
+                    f"{is_cut[begin:end].sum():,}",
+                )
+            )
+            begin = end
         core = sum(centred.values()) / len(centred)
-        text = f"CORE {core:.4f}, the mean of {counted(len(centred), 'task')} {examples}"
+        text = f"CORE {core:.4f}, the mean of {counted(len(centred), 'task')} ({examples})"
         return {CORE: core, **centred}, "\n".join([text, *lines])
 
 
@@ -285,14 +359,17 @@ def load_suites(
     config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, warn: Callable[[str], object]
 ) -> list[tuple[int, Suite]]:
     """Return what a run scores, and how often. HellaSwag is left out, with a warning, if it is unavailable."""
-    suites, how = list[tuple[int, Suite]](), (tokenizer, config.context_length, ranks)
+    suites = []
+    length = config.context_length
     if config.hellaswag_freq:
         try:
-            suites.append((config.hellaswag_freq, Suite.load(HELLASWAG, config.hellaswag_file, None, *how)))
+            hellaswag = Suite.load(HELLASWAG, config.hellaswag_file, None, tokenizer, length, ranks)
+            suites.append((config.hellaswag_freq, hellaswag))
         except UserError as error:
             warn(f"no HellaSwag in this run: {error}")
     if config.core_freq:
-        suites.append((config.core_freq, Suite.load(CORE, config.core_dir, config.core_examples or None, *how)))
+        core = Suite.load(CORE, config.core_dir, config.core_examples or None, tokenizer, length, ranks)
+        suites.append((config.core_freq, core))
     return suites
 
 
@@ -314,7 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--tasks core and --core_dir, the folder of the evaluation bundle, need each other; give both")
     with joined(options.device) as ranks:
         path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
-        model, tokenizer = load_model(checkpoint).to(ranks.device), load_tokenizer(TokenizerRecord.of(checkpoint))
+        model = load_model(checkpoint).to(ranks.device)
+        tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
         precision = ranks.broadcast(choose_precision(options.precision, ranks.device))
         place = options.core_dir if options.tasks == CORE else options.hellaswag_file
         suite = Suite.load(options.tasks, place, options.limit, tokenizer, model.config.context_length, ranks)

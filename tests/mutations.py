@@ -152,7 +152,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("generate.py", "min(top_k, logits.size(-1))).values[:, -1:]",
      "min(top_k, logits.size(-1))).values[:, :1]", "test_generate"),
     ("generate.py", "fits = idx.size(1) <= context", "fits = True", "test_generate"),
-    ("hellaswag_eval.py", "sums / np.maximum", "sums * np.maximum", "test_hellaswag_eval"),
+    ("hellaswag_eval.py", "per_token = sums / np", "per_token = sums * np", "test_hellaswag_eval"),
     ("hellaswag_eval.py", "ids[::-1] for ids in answers", "ids for ids in answers", "test_hellaswag_eval"),
     ("steadygpt/data/tasks.py", "n + (n >= number)", "n", "data/test_tasks"),
     # Preparing.
