@@ -55,9 +55,12 @@ class Evaluation:
         config = self.plan.config
 
         def due(freq: int) -> bool:
-            return freq > 0 and (everything or (state.step > 0 and state.step % freq == 0))
+            if not freq:
+                return False
+            return everything or (state.step > 0 and state.step % freq == 0)
 
-        if not any(map(due, (config.eval_freq, config.hellaswag_freq, config.core_freq, config.sample_freq))):
+        freqs = (config.eval_freq, config.hellaswag_freq, config.core_freq, config.sample_freq)
+        if not any(due(freq) for freq in freqs):
             return False
         self.log.note(doing="evaluating")
         if due(config.eval_freq) and self.plan.data.val_sets:
@@ -72,16 +75,18 @@ class Evaluation:
             generator = torch.Generator(self.plan.ranks.device).manual_seed(config.seed + state.step)
             prompt = config.sample_prompt
             with self.plan.autocast():
-                texts = sample_texts(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, generator, top_k=50)
-            self.log.text(state.step, texts[0])
+                [text] = sample_texts(self.model, self.tokenizer, prompt, SAMPLE_TOKENS, generator, top_k=50)
+            self.log.text(state.step, text)
         return True
 
     def _validate_all(self, state: TrainState, save: Callable[[], object]) -> None:
-        sets = {val.shards.name: self.validate(val.rows) for val in self.plan.data.val_sets}
-        scores = {**next(iter(sets.values()))}  # the first set decides
+        val_sets = self.plan.data.val_sets
+        sets = {val_set.shards.name: self.validate(val_set.rows) for val_set in val_sets}
+        scores = dict(sets[val_sets[0].shards.name])  # the first set decides which model is the best
         if len(sets) > 1:
-            for name, of_set in sets.items():
-                scores |= {f"{key}/{name}": score for key, score in of_set.items()}
+            for name, scores_of_set in sets.items():
+                for key, score in scores_of_set.items():
+                    scores[f"{key}/{name}"] = score
         epochs = epochs_of_sources(self.plan.data, self.plan.launches, state.rows_consumed)
         best = self.saves.evaluated(state, scores, save)
         text = validation_text(sets, best, epochs)
@@ -90,10 +95,10 @@ class Evaluation:
         if self.plan.expected:
             band, warning = self.plan.expected.compare(state.step, scores["val_loss"])
         if band:
-            text += " | expected {expected_low:.4f} to {expected_high:.4f}".format_map(band)
+            text += f" | expected {band['expected_low']:.4f} to {band['expected_high']:.4f}"
         self.log.note(**band)
-        epochs = {f"epoch/{name}": epoch for name, epoch in epochs.items()}
-        self.log.evaluation(state.step, text, **scores, **band, **epochs)
+        epoch_scores = {f"epoch/{name}": epoch for name, epoch in epochs.items()}
+        self.log.evaluation(state.step, text, **scores, **band, **epoch_scores)
         if warning:
             self.log.warn(warning, event="off course")
         self.log.tell("histograms", state.step, self.model)
@@ -106,7 +111,8 @@ class Evaluation:
 
         Raises: Stopped.
         """
-        config, ranks = self.plan.config, self.plan.ranks
+        config = self.plan.config
+        ranks = self.plan.ranks
         B = config.mini_batch_size
         rows = validation_rows(config, val, len(self.plan.data.val_sets))
         rows_per_rank = math.ceil(rows / (B * ranks.world_size)) * B
