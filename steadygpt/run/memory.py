@@ -26,9 +26,12 @@ from steadygpt.machine.device import autocast, device_name, is_out_of_memory, me
 from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks
 
-STATIC, SUMS, COPY = "weights, gradients and optimizer", "sums of gradients", "copy for checkpoints"
-# The share of the memory up to which an estimate is taken to fit. On a CPU a process keeps freed memory in fragments
-# and uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
+# Uses of memory, as the plan names them.
+STATIC = "weights, gradients and optimizer"
+SUMS = "sums of gradients"
+COPY = "copy for checkpoints"
+# An estimate fits if it is at most this part of the memory. On a CPU, a process keeps freed memory in fragments and
+# uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 SUMS_AND_RELU = (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default)
@@ -38,40 +41,52 @@ class Allocated(TorchDispatchMode):
     """Counts the bytes of the tensors that operators return, as long as these exist.
 
     Args:
-        known: tensors that are not counted.
-        is_compiled: count what compiled code keeps and fuses: sums, such as the residual stream, and what products and
+        not_counted: tensors that are not counted, because they exist before.
+        is_compiled: count what compiled code keeps in memory: sums, such as the residual stream, and what products and
             attention read or return. It computes again what lies between them. (H100 peaks in benchmarks/RESULTS.md)
     """
 
-    def __init__(self, known: Iterable[Tensor], is_compiled: bool):
+    def __init__(self, not_counted: Iterable[Tensor], is_compiled: bool):
         super().__init__()
-        self.is_compiled, self.now, self.peak, self.first_peak = is_compiled, 0, 0, 0
-        self.counted = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+        self.is_compiled = is_compiled
+        self.now = 0  # bytes
+        self.peak = 0
+        self.first_peak = 0
+        self.counted = weakref.WeakSet(tensor.untyped_storage() for tensor in not_counted)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, name = operator(*args, **(kwargs or {})), operator.overloadpacket.__name__
+        result = operator(*args, **(kwargs or {}))
+        name = operator.overloadpacket.__name__
         if name in PRODUCTS or name.startswith("_scaled_dot_product"):
-            self._count((found, args) if self.is_compiled else found)
+            self._count(result)
+            if self.is_compiled:
+                self._count(args)
         elif not self.is_compiled or operator in SUMS_AND_RELU:
-            self._count(found)
-        elif operator == torch.ops.aten._to_copy.default and found.itemsize > args[0].itemsize:
-            weakref.finalize(found.untyped_storage(), id, args[0].untyped_storage())  # keep what compiled code keeps
-        # With content, PyTorch sums gradients in place if they are no views, as casts are none.
-        if torch.is_grad_enabled() or operator != SUMS_AND_RELU[0] or args[0]._is_view():
+            self._count(result)
+        elif operator == torch.ops.aten._to_copy.default and result.itemsize > args[0].itemsize:
+            # Compiled code keeps the narrow tensor, as long as the wide one is needed.
+            weakref.finalize(result.untyped_storage(), id, args[0].untyped_storage())
+        # Tensors with content are summed in place in backward, if they are no views; casts are none.
+        is_sum_in_place = operator == SUMS_AND_RELU[0] and not torch.is_grad_enabled() and not args[0]._is_view()
+        if not is_sum_in_place:
             self.peak = max(self.peak, self.now)
-        return found
+        return result
 
     def watch(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Keep the peak up to the end of a block's backward pass as `first_peak`."""
 
         def end(_: Tensor) -> None:
-            self.first_peak, self.peak = self.peak, self.now
+            self.first_peak = self.peak
+            self.peak = self.now
 
         args[0].register_hook(end)
 
     def _count(self, tensors: Any) -> None:
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.counted:
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage not in self.counted:
                 self.counted.add(storage)
                 weakref.finalize(storage, self._add, -storage.nbytes())
                 self._add(storage.nbytes())
@@ -88,31 +103,37 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     # All blocks' activations are there until the last block's backward pass has ended.
-    peaks, cpu = [], torch.device("cpu")
+    peaks = []
+    cpu = torch.device("cpu")
     kernels: Callable[[], AbstractContextManager] = nullcontext
     is_compiled = config.compiles(device.type)
-    if device.type != "cpu":  # whose attention keeps no matrix (B, num_heads, T, T); a CPU's does with these two
-        shape, kernels = replace(shape, dropout=0.0), partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
+    if device.type != "cpu":
+        # Attention on a GPU keeps no matrix (B, num_heads, T, T). The CPU kernels that are counted in its place keep
+        # none only without dropout, and with the choice of this one.
+        shape = replace(shape, dropout=0.0)
+        kernels = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     for layers in (2, 3):
         with FakeTensorMode(), cpu, kernels():
             model = GPT(replace(shape, num_layers=layers), config, initialize=False)
             if config.is_fsdp and config.precision == "bf16":  # which gathers the blocks in bf16
                 for parameter in model.h.parameters():
                     parameter.data = parameter.bfloat16()
-            known: list[Tensor] = []
+            static: list[Tensor] = []
             for parameter in model.parameters():
-                parameter.grad = gradient = torch.empty_like(parameter)
-                known += parameter, gradient
+                gradient = torch.empty_like(parameter)
+                parameter.grad = gradient
+                static += (parameter, gradient)
             rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
-            with Allocated(known, is_compiled) as allocated:
+            with Allocated(static, is_compiled) as allocated:
                 model.h[-1].register_forward_pre_hook(allocated.watch)
                 with autocast(cpu, config.precision):
                     loss_terms = model(rows[:, :-1], rows[:, 1:])
                 mean_terms(loss_terms).sum().backward()
         peaks.append((allocated.first_peak, allocated.peak))
-    (two, _), (three, later) = peaks
-    blocks = (three - two) * shape.num_layers
-    return blocks, max(3 * two - 2 * three, later - blocks)
+    (first_peak_of_two, _), (first_peak_of_three, later_peak) = peaks
+    block = first_peak_of_three - first_peak_of_two
+    rest = first_peak_of_two - 2 * block
+    return block * shape.num_layers, max(rest, later_peak - block * shape.num_layers)
 
 
 def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:
@@ -121,9 +142,15 @@ def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> i
     Args:
         page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
     """
-    shapes = [*state_shapes(model.config, optimizer).values(), *(p.shape for p in model.parameters())]
-    sizes = [4 * math.prod(shape) for shape in shapes]
-    return sum(2 ** (size - 1).bit_length() if page_locked else size for size in sizes)
+    shapes = list(state_shapes(model.config, optimizer).values())
+    shapes += [tuple(parameter.shape) for parameter in model.parameters()]
+    total = 0
+    for shape in shapes:
+        size = 4 * math.prod(shape)
+        if page_locked:
+            size = 2 ** (size - 1).bit_length()
+        total += size
+    return total
 
 
 def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
@@ -131,17 +158,21 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
 
     benchmarks/memory.py compares the estimate with measured peaks.
     """
-    device, world_size, shards = ranks.device, ranks.world_size, config.shards(ranks.world_size)
-    N, in_blocks = sum(map(torch.numel, model.parameters())), sum(map(torch.numel, model.h.parameters()))
-    memory, saved = dict[str, float](), checkpoint_bytes(model, config.optimizer)
+    device = ranks.device
+    world_size = ranks.world_size
+    shards = config.shards(world_size)
+    N = sum(map(torch.numel, model.parameters()))
+    in_blocks = sum(map(torch.numel, model.h.parameters()))
     host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")}
-    memory[STATIC] = (saved + 4 * N) / shards
-    if config.deterministic:  # of subtrees; and what the processes exchange
-        subtrees = max(1, config.virtual_ranks() // world_size).bit_length() - 1
-        memory[SUMS] = 4 * N * (subtrees + (world_size > 1))
+    memory: dict[str, float] = {STATIC: (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards}
+    if config.deterministic:  # sums of subtrees; with several processes also what they exchange
+        sums = max(1, config.virtual_ranks() // world_size).bit_length() - 1
+        if world_size > 1:
+            sums += 1
+        memory[SUMS] = 4 * N * sums
     if config.is_fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
-        each = 2 if config.precision == "bf16" else 4
-        memory["gathered weights"] = 4 * (N - in_blocks) + each * 2 * in_blocks / config.num_layers
+        element_bytes = 2 if config.precision == "bf16" else 4
+        memory["gathered weights"] = 4 * (N - in_blocks) + element_bytes * 2 * in_blocks / config.num_layers
         if config.grad_accum_steps(world_size) > 1:  # the last micro-step replaces them by shards
             memory["unsharded gradients"] = 4 * N - 4 * N / shards
     memory["activations"], memory["logits and temporary tensors"] = micro_step_bytes(config, model.config, device)
@@ -151,7 +182,10 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
 def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
     """Return the sum of estimate_memory: on a GPU without the host's part, elsewhere with it."""
     on_device, host = estimate_memory(config, model, ranks)
-    return sum(on_device.values()) + (0 if ranks.device.type == "cuda" else sum(host.values()))
+    needed = sum(on_device.values())
+    if ranks.device.type != "cuda":
+        needed += sum(host.values())
+    return needed
 
 
 def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
@@ -197,12 +231,13 @@ def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks
     """
     if config.mini_batch_size:
         return config, ""
-    possible, limit = config.possible_rows(ranks.world_size), FITS[ranks.device.type] * memory
-    with_rows = [replace(config, mini_batch_size=rows) for rows in possible]
+    limit = FITS[ranks.device.type] * memory
+    with_rows = [replace(config, mini_batch_size=rows) for rows in config.possible_rows(ranks.world_size)]
     fitting = bisect_right(with_rows, limit, key=lambda config: needed_bytes(config, model, ranks))
     if not fitting:
         raise UserError(f"--mini_batch_size auto: {memory_advice(with_rows[0], model, ranks)}")
     config = with_rows[fitting - 1]
     text = f"{config.mini_batch_size} per micro-step, chosen by --mini_batch_size auto"
-    needed, limit_text = bytes_text(needed_bytes(config, model, ranks)), f"{bytes_text(limit)} of {bytes_text(memory)}"
+    needed = bytes_text(needed_bytes(config, model, ranks))
+    limit_text = f"{bytes_text(limit)} of {bytes_text(memory)}"
     return config, labelled("rows", f"{text}: {needed} (estimated); the limit is {limit_text}")
