@@ -99,7 +99,7 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps
-    if "warmup_steps" not in history.decisions and history.given.get("warmup_steps") != "flag":
+    if "warmup_steps" not in history.decisions and history.set_by.get("warmup_steps") != "flag":
         warmup_steps = min(warmup_steps, max_steps // 10)  # a preset's may be for a longer run
     if warmup_steps >= max(1, max_steps):
         found = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"

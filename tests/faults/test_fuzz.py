@@ -47,7 +47,7 @@ from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
 from steadygpt.run.expected import Expected, Prediction, compared
-from steadygpt.run.history import resumed
+from steadygpt.run.history import resume_options
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import judge
@@ -345,7 +345,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         assert [*details(checkpoint)]
         if not checkpoint["launches"]:
             raise UserError("converted weights")  # as history.py says it
-        options, _, _ = resumed(checkpoint["launches"][-1], config, {})
+        options, _, _ = resume_options(checkpoint["launches"][-1], config, {})
         judge(
             options,
             checkpoint["recent_losses"],
