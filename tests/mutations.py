@@ -111,7 +111,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/base/opening.py", "flags | os.O_NOFOLLOW", "flags", "base/test_opening"),
     ("steadygpt/base/opening.py", "flags | os.O_NONBLOCK", "flags", "base/test_opening faults/test_fuzz"),
     ("steadygpt/base/opening.py", "if not (stat.S_ISREG(mode) or", "if not (True or", "base/test_opening"),
-    ("steadygpt/run/repeats.py", "difference > bound", "False", "run/test_repeats"),
+    ("steadygpt/run/repeats.py", "relative_difference > bound", "False", "run/test_repeats"),
     ("steadygpt/checkpoint/files.py", "if parts.size > MOST_PARTS", "if False", "checkpoint/test_files"),
     ("steadygpt/data/shards.py", "found.st_size < expected", "False", "test_dataloader"),
     ("steadygpt/run/results.py", "statistics.median(self.row_seconds)", "statistics.fmean(self.row_seconds)",
