@@ -229,33 +229,33 @@ def _open_on_main(config: TrainConfig, set_by: Mapping[str, str], stack: ExitSta
     run = Identity() if is_fork else read_run(resumed_folder)
     config = run.with_places(config, set_by)
     if config.mirror and config.trains and is_word:
-        found, run = find_newest(config, run)
+        source, run = find_newest(config, run)
         config = run.with_places(config, set_by)
     elif config.mirror and which != "auto" and not (config.trains or files.checkpoint_files(folder)):
         raise UserError(f"no checkpoints in {folder}, and only a run that trains restores them from {config.mirror}")
     else:
-        found = files.find_checkpoint(which, folder)
-    checkpoint = found.checkpoint
-    if not (found.path and checkpoint):
+        source = files.find_checkpoint(which, folder)
+    checkpoint = source.checkpoint
+    if not (source.path and checkpoint):
         text = f"from step 0: no checkpoints in {folder}"
         if config.mirror:
             text += f" or {config.mirror}"
         history = _new_history(config, set_by)
         return replace(history, run=Identity() if run.copied_from else run, notes=(labelled("new run", text),))
     if not checkpoint["launches"]:
-        raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
+        raise UserError(f"{source.path}: converted weights, not a run. Start from them with --init_from {source.path}")
 
     # Tell what is resumed, and with which options.
     renamed = {}
     if config.trains and not is_fork:
-        renamed = {file: files.aside(file) for file in found.damaged}
+        renamed = {file: files.aside(file) for file in source.damaged}
     notes = []
-    for file, problem in found.damaged.items():
+    for file, problem in source.damaged.items():
         text = f"{problem}; renamed {renamed[file].name}" if renamed else problem
         notes.append(labelled("skipped", text))
-    notes += [labelled("skipped", line) for line in found.skipped]
-    restored = f" (restored from {config.mirror})" if found.downloaded else ""
-    notes.append(labelled("resumed", f"from {found.path}{restored} at step {checkpoint['step']:,}"))
+    notes += [labelled("skipped", line) for line in source.skipped]
+    restored = f" (restored from {config.mirror})" if source.downloaded else ""
+    notes.append(labelled("resumed", f"from {source.path}{restored} at step {checkpoint['step']:,}"))
     config, decisions, changes = resume_options(checkpoint["launches"][-1], config, set_by)
     notes += [labelled("changed", line) for line in changes]
     new_run = f"a new run in {folder}, with {config.mirror or 'no mirror'}"
@@ -264,8 +264,8 @@ def _open_on_main(config: TrainConfig, set_by: Mapping[str, str], stack: ExitSta
     elif run.copied_from:
         notes.append(labelled("copy", f"of {run.copied_from}: {new_run}"))
     return History(
-        config, set_by, decisions, checkpoint, path=found.path, is_fork=is_fork, run=run,
-        downloaded=found.downloaded, renamed=renamed, notes=tuple(notes),
+        config, set_by, decisions, checkpoint, path=source.path, is_fork=is_fork, run=run,
+        downloaded=source.downloaded, renamed=renamed, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -278,16 +278,16 @@ def find_newest(config: TrainConfig, run: Identity) -> tuple[files.Found, Identi
     path = folder / files.NAMED.get(which, files.LATEST)
     problem = ""  # why the folder has no such checkpoint
     try:
-        found = files.find_checkpoint(which, folder)
+        local = files.find_checkpoint(which, folder)
     except files.Unreadable:
         raise
     except UserError as error:
         corrupt = files.checkpoint_files(folder)
         if is_named:
             corrupt = [file for file in corrupt if file == path]
-        found = files.Found(damaged={file: f"{file}: corrupt" for file in corrupt})
+        local = files.Found(damaged={file: f"{file}: corrupt" for file in corrupt})
         problem = str(error)
-    newest_s = found.checkpoint["saved_at"] if found.checkpoint else 0
+    newest_s = local.checkpoint["saved_at"] if local.checkpoint else 0
     holds_run = (folder / RUN).exists() or files.checkpoint_files(folder)
     mirror = Mirror(url, run.id if holds_run else "")  # for an empty folder, the mirror may have any run
     skipped: list[str] = []
@@ -307,18 +307,18 @@ def find_newest(config: TrainConfig, run: Identity) -> tuple[files.Found, Identi
             except Damaged as error:
                 skipped.append(str(error))
                 continue
-            if found.checkpoint and found.path == path and found.checkpoint["step"] > entry.step:
-                step = found.checkpoint["step"]
+            if local.checkpoint and local.path == path and local.checkpoint["step"] > entry.step:
+                step = local.checkpoint["step"]
                 # Files in `damaged` are renamed, so this one is not lost.
-                found.damaged[path] = f"{path}: of step {step:,}, but saved before the mirror's"
-            return files.Found(path, checkpoint, found.damaged, skipped, downloaded), run
+                local.damaged[path] = f"{path}: of step {step:,}, but saved before the mirror's"
+            return files.Found(path, checkpoint, local.damaged, skipped, downloaded), run
     except NoAnswer as error:
-        if not found.path:
+        if not local.path:
             raise
         skipped.append(f"the mirror may have a newer checkpoint: {error}")
-    if not found.path and (problem or skipped):  # auto starts no new run beside damaged checkpoints
+    if not local.path and (problem or skipped):  # auto starts no new run beside damaged checkpoints
         raise UserError("; ".join(skipped) or f"{problem}; nor is there one in --mirror {url}")
-    return replace(found, skipped=skipped), run
+    return replace(local, skipped=skipped), run
 
 
 def _new_history(config: TrainConfig, set_by: Mapping[str, str]) -> History:
