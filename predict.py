@@ -28,7 +28,7 @@ from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, of_run
 from steadygpt.checkpoint.files import Launch, checkpoint_files, open_checkpoint, trained_with
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
-from steadygpt.run.expected import LOSSES, Prediction, compared
+from steadygpt.run.expected import LOSSES, Prediction, compared_options
 from steadygpt.run.launches import difference
 
 INTERVAL = 0.15  # 18 of 20 recorded runs ended this close to their prediction (benchmarks/RESULTS.md)
@@ -65,7 +65,7 @@ def flops_per_token(config: TrainConfig) -> float:
 
 def settings_of(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """Return the options and the data that the losses of a run depend on, apart from its width."""
-    settings = compared(config)
+    settings = compared_options(config)
     for name in WIDTH:
         del settings[name]
     # The folders of the data may have been moved, so their content identifies them.
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if ratio > MEASURED_RATIO:
         print(labelled("caution", f"beyond {MEASURED_RATIO} times the FLOPs, predictions were not compared with runs"))
 
-    content = json.dumps(Prediction(compared(config), curve)._asdict(), indent=1).encode()
+    content = json.dumps(Prediction(compared_options(config), curve)._asdict(), indent=1).encode()
     out = Path(options.out)
     try:
         if out.is_dir():

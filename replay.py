@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     span = f"steps {replayed['first_step']:,} to {last:,}" if last > replayed["first_step"] else f"step {last:,}"
     print(f"{span}: {comparison.result()}")
     print(f"the log of the replay is {fork}/{LOG}; you can delete {fork}")
-    return 1 if comparison.differs else 0
+    return 1 if comparison.first_difference else 0
 
 
 if __name__ == "__main__":

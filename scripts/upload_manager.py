@@ -50,8 +50,8 @@ def upload_all(url: str, folder: Path) -> None:
         if not newest.checkpoint["launches"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
-        if run.original:
-            raise UserError(f"{folder}: a copy of {run.original}. {OF_COPY}")
+        if run.copied_from:
+            raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
         config = replace(trained_with(newest.checkpoint["launches"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
@@ -91,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
     run = read_run(folder)
     url = options.mirror or run.places.get("mirror")
-    if not url and (folder / RUN).exists() and run.original:
-        raise UserError(f"{folder}: a copy of {run.original}. {OF_COPY}")
+    if not url and (folder / RUN).exists() and run.copied_from:
+        raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
     if not url:
         found = f"missing, and {folder / RUN} names none"
         raise OptionError("mirror", found, "a URL such as s3://bucket/run")

@@ -1,1 +1,1 @@
-"""What a run is before and while it trains: start, plan, memory, schedule, outputs, results, summary."""
+"""A run before and while it trains: history, data, launches, plan, memory, schedule, outputs, results, summary."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: captured for a save, and restored."""
+"""The state of a run in a checkpoint: its capture for a save, and its restoration."""
 
 from dataclasses import asdict, dataclass
 
@@ -25,12 +25,12 @@ class Capture:
     scaler: torch.amp.GradScaler
     state: TrainState
     results: Results
-    host_copy: HostCopy  # the memory that weights and optimizer state are copied to
+    host_copy: HostCopy  # the host memory for a copy of weights and optimizer state
 
     def check_replicas(self) -> dict[str, int]:
-        """Compare the ranks that should have the same weights and optimizer state; return the digests of the whole.
+        """Compare the ranks that should have the same weights and optimizer state; return the digests, by tensor.
 
-        The step's record has one digest of them, which a repeated step is compared with.
+        The step's record gets one digest of all tensors, for the comparison when the step is repeated.
 
         Raises: Corrupted.
         """
@@ -40,7 +40,9 @@ class Capture:
         return digests
 
     def content(self) -> dict:
-        """Copy a checkpoint's content to rank 0's host memory, on all ranks; it is valid until the next call.
+        """Copy a checkpoint's content to rank 0's host memory; the copy is valid until the next call.
+
+        All ranks call this.
 
         Raises: Corrupted.
         """
@@ -62,8 +64,10 @@ class Capture:
 
 
 def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> TrainState:
-    """Load what a checkpoint holds. With --init_from load only weights; otherwise draw new ones."""
-    config, history, ranks = plan.config, plan.history, plan.ranks
+    """Load the state of the checkpoint, or only the weights of --init_from, or draw new weights."""
+    config = plan.config
+    history = plan.history
+    ranks = plan.ranks
     checkpoint = history.checkpoint
     saved = checkpoint or history.weights
     if saved:
@@ -75,10 +79,10 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
-        # Of what is now on the device: under FSDP, a rank has only its shards.
-        on_device = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))
+        # Digests of what is on the device now; under FSDP each rank has only its shards.
+        digests = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))
         expected = checkpoint["digests"]
-        changed = [name for name, number in on_device.items() if expected.get(name, number) != number]
+        changed = [name for name, digest in digests.items() if expected.get(name, digest) != digest]
         if changed:
             raise UserError(
                 f"{history.path}: {', '.join(some(changed, 'tensor'))} changed on the way to {ranks.device}; "
@@ -87,11 +91,12 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
     state = TrainState()
     if checkpoint:
         state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
-        before, now = history.launches[-1], plan.launches[-1]
-        if trained_with(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
-            state.bad_steps = 0  # these count only steps of one batch size and mixture
-    if saved:  # unmap the file: later saves replace it, and the disk has its space back
+        before = history.launches[-1]
+        is_other_mixture = before["shares"] != plan.launches[-1]["shares"]
+        if trained_with(before).rows_per_step != config.rows_per_step or is_other_mixture:
+            state.bad_steps = 0  # it counts only steps of one batch size and mixture
+    if saved:  # unmap the file, so that its disk space is free once later saves replace it
         saved |= WITHOUT_TENSORS
-    if history.is_fork:  # the best model is in the other folder
+    if history.is_fork:  # the best model so far is in the folder of the other run
         state.best_val_loss = None
     return state

@@ -1,4 +1,4 @@
-"""The data of a run: its shards and validation sets, found and checked, and the tokenizer of them all."""
+"""The data of a run: its shards, its validation sets, and the one tokenizer that all of them share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ class DataSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on and validates with, and the tokenizer and vocabulary of it all."""
+    """What a run trains on and validates with, and the tokenizer and vocabulary that all of it shares."""
 
-    sources: tuple[DataSet, ...]  # none in a plan of data that is not prepared yet
-    val_sets: tuple[DataSet, ...]  # the first one tells which model is best
+    sources: tuple[DataSet, ...]  # empty in a plan for data that is not prepared yet
+    val_sets: tuple[DataSet, ...]  # the loss of the first one decides which model is best
     tokenizer_record: TokenizerRecord
     vocab_size: int
 
@@ -36,7 +36,7 @@ class Data:
 
     @property
     def folder(self) -> str:
-        """The folder that may have the tokenizer.json."""
+        """The folder to look in for a tokenizer.json."""
         return self.sources[0].shards.folder
 
     @property
@@ -45,151 +45,190 @@ class Data:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of the only source; 0 of a mixture, whose sources have epochs of their own."""
-        return self.sources[0].rows.rows_per_epoch if len(self.sources) == 1 else 0
+        """Rows of the only source; 0 for a mixture, because each of its sources has epochs of its own."""
+        if len(self.sources) != 1:
+            return 0
+        return self.sources[0].rows.rows_per_epoch
 
 
 def find_data(
     config: TrainConfig,
     saved: TokenizerRecord | None = None,
     first_set: Recorded | None = None,
-    known: Mapping[str, Sequence[list]] = {},
-    of_weights: tuple[TokenizerRecord, int] | None = None,
+    fingerprint: Mapping[str, Sequence[list]] = {},
+    initial: tuple[TokenizerRecord, int] | None = None,
 ) -> Data:
-    """Find the shards of a run and map them into memory. A plan of a known number of steps does without them.
+    """Find the shards of a run and map them into memory. A plan of a new run does without shards.
 
     Args:
         saved: the tokenizer of the checkpoint that the run resumes from.
         first_set: the first validation set of that run, if it has one.
-        known: the fingerprint of that run.
-        of_weights: the tokenizer and the vocabulary of --init_from, which shards without a manifest are taken to have.
+        fingerprint: of the shards of that run, see ShardSet.check.
+        initial: the tokenizer and the vocabulary size of --init_from, for shards without a manifest.
     """
-    places, T = config.sources(), config.context_length
+    places = config.sources()  # name -> (folder, weight)
     for folder, _ in places.values():
-        if f"{folder}:train" in known and not Path(folder).is_dir():
+        if f"{folder}:train" in fingerprint and not Path(folder).is_dir():
             option = "--mix" if config.mix else "--data_dir"
             raise UserError(
                 f"{folder}: no such folder, but the checkpoint was trained on its shards; put them back, or give their "
                 f"new place with {option}"
             )
-    folders = [Path(folder) for folder, _ in places.values()]
     is_new_plan = config.dry_run == "plan" and not config.resume
-    if is_new_plan and not any(read_manifest(f) or shard_files(f, "train") for f in folders):
-        name = config.tokenizer
-        record = TokenizerRecord(name) if name.startswith("bpe:") else record_named("gpt2" if name == "auto" else name)
-        return Data((), (), record, vocab_size_of(record))
+    if is_new_plan:
+        folders = [Path(folder) for folder, _ in places.values()]
+        if not any(read_manifest(folder) or shard_files(folder, "train") for folder in folders):
+            name = config.tokenizer
+            if name == "auto":
+                name = "gpt2"
+            record = TokenizerRecord(name) if name.startswith("bpe:") else record_named(name)
+            return Data((), (), record, vocab_size_of(record))
     try:
-        found = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
+        train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     except UserError as error:
         if config.dry_run == "measure" and not config.resume:
             raise UserError(f"{error}. --dry_run without measure plans without data") from error
         raise
-    val_sets = find_val_sets(config, found, first_set, known) if config.eval_freq else []
-    record, vocab_size = tokenizer_of([*found, *val_sets], config.tokenizer, saved, of_weights)
-    found = [s.for_vocab(vocab_size) for s in found]
-    val_sets = [s.for_vocab(vocab_size) for s in val_sets]
-    sources = tuple(DataSet(s, RowStream(s.shards, T, config), places[s.name][1]) for s in found)
-    return Data(sources, tuple(DataSet(s, RowStream(s.shards, T)) for s in val_sets), record, vocab_size)
+    val_sets = []
+    if config.eval_freq:
+        val_sets = find_val_sets(config, train_sets, first_set, fingerprint)
+    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, initial)
+    train_sets = [shards.for_vocab(vocab_size) for shards in train_sets]
+    val_sets = [shards.for_vocab(vocab_size) for shards in val_sets]
+    sources = []
+    for shards in train_sets:
+        _, weight = places[shards.name]
+        sources.append(DataSet(shards, RowStream(shards.shards, config.context_length, config), weight))
+    validated = [DataSet(shards, RowStream(shards.shards, config.context_length)) for shards in val_sets]
+    return Data(tuple(sources), tuple(validated), record, vocab_size)
 
 
 def recorded_sources(
-    config: TrainConfig, recorded: Mapping[str, tuple[str, str]], step: int, known: Mapping[str, Sequence[list]]
+    config: TrainConfig, recorded: Mapping[str, tuple[str, str]], step: int, fingerprint: Mapping[str, Sequence[list]]
 ) -> tuple[DataSet, ...]:
     """Find the shards that a step trained on, and check that they are the same.
 
     Args:
-        recorded: name -> (folder, identity) of the launch of that step.
-        known: the fingerprint of the run.
+        recorded: name -> (folder, identity), from the launch that took the step.
+        fingerprint: of the shards of the run, see ShardSet.check.
     """
-    sources, any_id = [], 2**32  # the ids were checked before training
-    for name, (folder, identity) in recorded.items():
+    sources = []
+    any_id = 2**32  # accept every token id: they were checked before training
+    for name, (folder, expected) in recorded.items():
         if not Path(folder).is_dir():
             raise UserError(
                 f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
                 "training did, or put a link to their new place there"
             )
         shards = ShardSet.find(name, folder, "train").for_vocab(config.vocab_size)
-        if (found := shards.identity({shards.key: shards.check(any_id, known)}, reads=False)) != identity:
+        checked = shards.check(any_id, fingerprint)
+        identity = shards.identity({shards.key: checked}, reads=False)
+        if identity != expected:
             raise UserError(
-                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
-                f"{identity[:12]}...; copy those back"
+                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {identity[:12]}..., expected "
+                f"{expected[:12]}...; copy those back"
             )
         sources.append(DataSet(shards, RowStream(shards.shards, config.context_length, config)))
     return tuple(sources)
 
 
 def find_val_sets(
-    config: TrainConfig, sources: Sequence[ShardSet], first: Recorded | None, known: Mapping[str, Sequence[list]]
+    config: TrainConfig,
+    sources: Sequence[ShardSet],
+    first: Recorded | None,
+    fingerprint: Mapping[str, Sequence[list]],
 ) -> list[ShardSet]:
-    """Find the validation sets that --val names, or else the val shards of the sources; put the first one first."""
+    """Find the validation sets that --val names, or else the val shards of the sources.
+
+    Args:
+        first: the first validation set of the run; it comes first again, because its loss decides which model is best.
+    """
     places = {name: folder for name, (folder, _) in parse_folders("val", config.val).items()}
     if not places:
-        with_val = [s for s in sources if len(sources) == 1 or shard_files(Path(s.folder), "val")] or sources
-        places = {s.name: s.folder for s in with_val}
-    sets = [ShardSet.find(name, folder, "val") for name, folder in places.items()]
+        with_val = sources
+        if len(sources) > 1:
+            with_val = [source for source in sources if shard_files(Path(source.folder), "val")] or sources
+        places = {source.name: source.folder for source in with_val}
+    val_sets = [ShardSet.find(name, folder, "val") for name, folder in places.items()]
     if first is None:
-        return sets
-    same = [s for s in sets if s.identity(known, reads=True) == first.identity]
-    if not same:
-        same = [ShardSet.find(first.name, first.folder, "val")]
-        if (identity := same[0].identity(known, reads=True)) != first.identity:
+        return val_sets
+    matches = [shards for shards in val_sets if shards.identity(fingerprint, reads=True) == first.identity]
+    if matches:
+        first_set = matches[0]
+    else:
+        first_set = ShardSet.find(first.name, first.folder, "val")
+        identity = first_set.identity(fingerprint, reads=True)
+        if identity != first.identity:
             raise UserError(
                 f"{first.folder}: not the val shards of the first launch, by which best_model.pt is chosen; found "
                 f"SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
                 "without validation: --eval_freq 0"
             )
-    rest = [s for s in sets if s.key != same[0].key]
-    if any(s.name == first.name for s in rest):
+    rest = [shards for shards in val_sets if shards.key != first_set.key]
+    if any(shards.name == first.name for shards in rest):
         raise UserError(
             f"--val: the name {first.name} belongs to the first validation set, of {first.folder}; give the other one "
             "another name: NAME=FOLDER"
         )
-    return [replace(same[0], name=first.name), *rest]
+    return [replace(first_set, name=first.name), *rest]
 
 
 def tokenizer_of(
     sets: Sequence[ShardSet],
     name: str,
     saved: TokenizerRecord | None,
-    of_weights: tuple[TokenizerRecord, int] | None = None,
+    initial: tuple[TokenizerRecord, int] | None = None,
 ) -> tuple[TokenizerRecord, int]:
-    """Return the tokenizer of shards, and the size of their vocabulary.
+    """Return the tokenizer that all sets share, and the size of its vocabulary.
 
     Args:
         name: --tokenizer, for shards of other tools.
-        saved: of the checkpoint that the run resumes from.
-        of_weights: see find_data.
+        saved: the tokenizer of the checkpoint that the run resumes from.
+        initial: see find_data.
     """
-    record, sizes = None, []
+    record: TokenizerRecord | None = None
+    sizes = []
     for shards in sets:
         if shards.manifest is None:
             continue
         folder = Path(shards.folder)
-        found = TokenizerRecord.of(shards.manifest, folder / MANIFEST).with_json(folder)
-        if not saved and name not in ("auto", found.tokenizer):
-            raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {found.tokenizer!r}; drop the flag")
-        if record and not (record.fits(found) and found.fits(record)):
+        own_record = TokenizerRecord.of(shards.manifest, folder / MANIFEST).with_json(folder)
+        own_name = own_record.tokenizer
+        if not saved and name not in ("auto", own_name):
+            raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {own_name!r}; drop the flag")
+        if record and not (record.fits(own_record) and own_record.fits(record)):
             raise UserError(
-                f"{folder}: prepared with the tokenizer {found}, but {sets[0].folder} with {record}; expected the same "
-                "one. Prepare one of them again"
+                f"{folder}: prepared with the tokenizer {own_record}, but {sets[0].folder} with {record}; expected the "
+                "same one. Prepare one of them again"
             )
         # Other tokenizers are not checked, because loading them may require a network.
-        if found.tokenizer in ("gpt2", "bytes") and shards.manifest["vocab_size"] < vocab_size_of(found):
+        if own_name in ("gpt2", "bytes") and shards.manifest["vocab_size"] < vocab_size_of(own_record):
             raise UserError(
                 f"{folder / MANIFEST}: vocab_size is {shards.manifest['vocab_size']:,}, but the tokenizer "
-                f"{found.tokenizer!r} has {vocab_size_of(found):,}; prepare the data again"
+                f"{own_name!r} has {vocab_size_of(own_record):,}; prepare the data again"
             )
-        record = record or found
+        record = record or own_record
         sizes.append(shards.manifest["vocab_size"])
     if record is None:
-        beside, characters = (Path(sets[0].folder, file) for file in (TOKENIZER_JSON, "meta.pkl"))
-        if not saved and name == "auto" and characters.exists() and not beside.exists():
+        folder = Path(sets[0].folder)
+        tokenizer_json = folder / TOKENIZER_JSON
+        characters = folder / "meta.pkl"
+        if not saved and name == "auto" and characters.exists() and not tokenizer_json.exists():
             raise UserError(
                 f"{characters}: the ids are of nanoGPT's own vocabulary of characters, expected a known tokenizer; "
                 "prepare the text again: python prepare_dataset.py --source input.txt --tokenizer bytes"
             )
-        if of_weights and not saved and name == "auto" and not beside.exists():
-            record, size = of_weights
-            return (record if record.tokenizer else TokenizerRecord(f"ids:{size}")), size
-        record = saved or record_named(name if name != "auto" else str(beside) if beside.exists() else "gpt2")
+        if initial and not saved and name == "auto" and not tokenizer_json.exists():
+            record, size = initial
+            if not record.tokenizer:
+                record = TokenizerRecord(f"ids:{size}")
+            return record, size
+        if saved:
+            record = saved
+        elif name != "auto":
+            record = record_named(name)
+        elif tokenizer_json.exists():
+            record = record_named(str(tokenizer_json))
+        else:
+            record = record_named("gpt2")
     return record, max(sizes, default=0) or vocab_size_of(record)

@@ -1,7 +1,7 @@
 """run.json in a run's folder: which run the folder is, and where that run writes besides the folder.
 
-A run is a folder. Moved, or restored to its old place, the folder is the same run. Any other folder with this run.json
-is a copy, which is another run. A stranger's folder is such a copy, so its run.json decides nothing.
+A run is a folder. A folder that was moved, or restored to its old place, is the same run. Any other folder with this
+run.json is a copy, which is another run. A stranger's folder is such a copy, so its run.json decides nothing.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ class RunFile(TypedDict):
     id: Annotated[str, "[0-9a-f]{16}"]
     options: TrainConfig  # those of PLACES
     machine: str  # of the last launch, see this_machine()
-    folder: str  # its real path there
-    inodes: tuple[int, int]  # of the folder, and of this file: two disks may give one number to their top folders
+    folder: str  # its real path on that machine
+    inodes: tuple[int, int]  # of the folder and of this file: the top folders of two disks may have the same number
 
 
 @dataclass(frozen=True)
@@ -40,34 +40,36 @@ class Identity:
     """A run, by default a new one."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    places: dict[str, Any] = field(default_factory=dict)  # options of PLACES, by name; {} of a new run
-    original: str = ""  # in words, the run that this one is a copy of; "" if it is none
+    places: dict[str, Any] = field(default_factory=dict)  # options of PLACES, by name; {} for a new run
+    copied_from: str = ""  # in words, the run that this one is a copy of; "" if this is no copy
 
-    def placed(self, config: TrainConfig, given: Mapping[str, str]) -> TrainConfig:
-        """Return a configuration with the places of this run that are not given."""
-        return replace(config, **{name: place for name, place in self.places.items() if name not in given})
+    def with_places(self, config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:
+        """Return a configuration with the places of this run, except those that the command sets (History.set_by)."""
+        return replace(config, **{name: place for name, place in self.places.items() if name not in set_by})
 
 
 def this_machine() -> str:
-    """Return the name of this machine, with a number that machines of the same name do not share, where it has one."""
+    """Return the name of this machine and, if it has a machine id, a digest that tells it from others of that name."""
     with suppress(OSError):
-        number = MACHINE_ID.read_bytes().strip()
-        if number:  # it is empty in most containers
-            return f"{socket.gethostname()} {hashlib.sha256(b'SteadyGPT ' + number).hexdigest()[:16]}"
+        machine_id = MACHINE_ID.read_bytes().strip()
+        if machine_id:  # it is empty in most containers
+            digest = hashlib.sha256(b"SteadyGPT " + machine_id).hexdigest()[:16]
+            return f"{socket.gethostname()} {digest}"
     return socket.gethostname()
 
 
 def read_run(folder: Path) -> Identity:
     """Return the run in a folder: a new one if the folder has no run.json, or is a copy."""
+    places = ", ".join(f"--{name}" for name in PLACES)
     try:
-        found = read_json(folder / RUN, RunFile, f"remove it, and give {', '.join(f'--{n}' for n in PLACES)} again")
+        record = read_json(folder / RUN, RunFile, f"remove it, and give {places} again")
     except FileNotFoundError:
-        return Identity(original=f"a run without {RUN}")
-    is_moved = found["inodes"] == (folder.stat().st_ino, (folder / RUN).stat().st_ino)
-    is_restored = (found["machine"], found["folder"]) == (this_machine(), os.path.realpath(folder))
+        return Identity(copied_from=f"a run without {RUN}")
+    is_moved = record["inodes"] == (folder.stat().st_ino, (folder / RUN).stat().st_ino)
+    is_restored = (record["machine"], record["folder"]) == (this_machine(), os.path.realpath(folder))
     if is_moved or is_restored:
-        return Identity(found["id"], {name: getattr(found["options"], name) for name in PLACES})
-    return Identity(original=f"the run in {printable(found['folder'])[:1000]}")
+        return Identity(record["id"], {name: getattr(record["options"], name) for name in PLACES})
+    return Identity(copied_from=f"the run in {printable(record['folder'])[:1000]}")
 
 
 def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:

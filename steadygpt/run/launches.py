@@ -18,37 +18,44 @@ from steadygpt.run.history import History
 
 
 def phase_of(launches: Sequence[Launch]) -> Phase:
-    """Return the last phase of a record: a launch with another mixture than the one before begins a phase."""
+    """Return the current phase of a run. A launch begins a new phase if its mixture differs from the one before."""
     phase = None
     for entry in launches:
         if phase is None or entry["shares"] != phase.shares:
-            phase = Phase(phase.number + 1 if phase else 0, entry["row"], entry["shares"], entry["given"])
-    assert phase, "a record has an entry"
+            number = phase.number + 1 if phase else 0
+            phase = Phase(number, entry["row"], entry["shares"], entry["given"])
+    assert phase, "a run has a launch"
     return phase
 
 
-def new_launch(history: History, data: Data, known: Mapping[str, list], ranks: Ranks) -> Launch:
-    """Describe the launch that begins now, but for its options, which are not settled yet.
+def new_launch(history: History, data: Data, fingerprint: Mapping[str, list], ranks: Ranks) -> Launch:
+    """Return the record of the launch that begins now, without its options, which are not settled yet.
 
     Args:
-        known: the fingerprint as far as it is known. A run that resumes reads shards that are neither in it nor in a
-            manifest. Otherwise they are assumed to be those of the launch before, or their folder stands for them.
+        fingerprint: of the shards that are checked so far. The content of other shards without a manifest is read in a
+            run that resumes and trains. Otherwise they are assumed to be those of the launch before, by their name; a
+            new set is identified by its folder.
     """
-    before, row, seed = history.launches, history.rows_consumed, history.config.seed
-    assumed, reads = before[-1]["sources"] if before else {}, bool(before) and history.config.trains
-    if len(assumed) == len(data.sources) == 1:
+    before = history.launches
+    row = history.rows_consumed
+    reads = bool(before) and history.config.trains
+    assumed = before[-1]["sources"] if before else {}
+    if len(assumed) == len(data.sources) == 1:  # the only source may have another name now
         assumed = {data.sources[0].shards.name: next(iter(assumed.values()))}
 
-    def identified(of: Sequence[DataSet]) -> dict[str, tuple[str, str]]:
-        found = {}
-        for shards, *_ in of:
-            identity = shards.identity(known, reads) or assumed.get(shards.name, ("", shards.folder))[1]
-            found[shards.name] = shards.folder, identity
-        return found
+    def identify(data_sets: Sequence[DataSet]) -> dict[str, tuple[str, str]]:
+        """Return name -> (folder, identity)."""
+        identified = {}
+        for shards, _, _ in data_sets:
+            identity = shards.identity(fingerprint, reads)
+            if not identity:
+                _, identity = assumed.get(shards.name, ("", shards.folder))
+            identified[shards.name] = (shards.folder, identity)
+        return identified
 
-    sources = identified(data.sources)
+    sources = identify(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
-    given = phase_of(before).given_at(row, seed) if before else {}
+    rows_before = phase_of(before).given_at(row, history.config.seed) if before else {}
     entry: Launch = {
         "id": secrets.token_hex(8),
         "step": history.step,
@@ -56,9 +63,9 @@ def new_launch(history: History, data: Data, known: Mapping[str, list], ranks: R
         "options": {},
         "decisions": {},
         "sources": sources,
-        "val_sets": identified(data.val_sets),
+        "val_sets": identify(data.val_sets),
         "shares": shares,
-        "given": dict.fromkeys(shares, 0) | given,
+        "given": dict.fromkeys(shares, 0) | rows_before,
         "ranks": ranks.world_size,
         "threads": torch.get_num_threads(),
         "device": device_name(ranks.device),
@@ -75,37 +82,48 @@ def new_launch(history: History, data: Data, known: Mapping[str, list], ranks: R
 
 def note_of_launch(config: TrainConfig, launches: Sequence[Launch]) -> dict[str, Any]:
     """Return "id", "parent" and "how" of the last launch, as its line in metrics.jsonl has them (LaunchLine)."""
-    entry, commit = launches[-1], launches[-1]["commit"]
-    groups, excepted = ("model", "optimization", "distributed"), ("max_hours", "timeout_minutes", "micro_steps")
-    names = [n for n, f in options_of(config).items() if f.metadata["group"] in groups and n not in excepted]
-    names += ["seed", "precision", "compile", "deterministic", "shuffle_shards", "shuffle_rows"]
-    how = {
+    entry = launches[-1]
+    parent = launches[-2]["id"] if len(launches) > 1 else ""
+    settings: dict[str, Any] = {  # all that determines a step
         "ranks": "any" if config.deterministic else entry["ranks"],
-        **{name: entry[name] for name in ("device", "torch")},  # the device of a CPU names its threads
-        "commit": f"{commit[:12]}{commit[40:]}",
+        "device": entry["device"],  # with the number of threads of a CPU
+        "torch": entry["torch"],
+        "commit": f"{entry['commit'][:12]}{entry['commit'][40:]}",  # after the 40 digits, whether files are changed
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
-        **{name: getattr(config, name) for name in names},
     }
-    return {"id": entry["id"], "parent": launches[-2]["id"] if launches[1:] else "", "how": how}
+    for name, option in options_of(config).items():
+        if name in ("max_hours", "timeout_minutes", "micro_steps"):  # these do not change a step
+            continue
+        if option.metadata["group"] in ("model", "optimization", "distributed"):
+            settings[name] = getattr(config, name)
+    for name in ("seed", "precision", "compile", "deterministic", "shuffle_shards", "shuffle_rows"):
+        settings[name] = getattr(config, name)
+    return {"id": entry["id"], "parent": parent, "how": settings}
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what differs between two launches, of all that determines a step, such as "ranks 2 -> 1", or ""."""
+    """Return which settings differ between two launches, such as "ranks 2 -> 1"; "" if none does."""
     names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
 
 
 def mixture_text(entry: Launch) -> str:
-    """Return the sources of a launch with their shares."""
-    return ", ".join(
-        f"{name} {entry['shares'][identity] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {identity[:12]}...)"
-        for name, (folder, identity) in entry["sources"].items()
-    )
+    """Return the sources of a launch with their shares, in words."""
+    texts = []
+    for name, (folder, identity) in entry["sources"].items():
+        share = entry["shares"][identity] / BLOCK_ROWS
+        texts.append(f"{name} {share:.1%} ({folder}, SHA-256 {identity[:12]}...)")
+    return ", ".join(texts)
 
 
 def epochs_of_sources(data: Data, launches: Sequence[Launch], row: int) -> dict[str, float]:
-    """Return by name how many epochs of each source of a mixture a run has seen once it has consumed `row` rows."""
+    """Return the epochs of each source of a mixture once the run has consumed `row` rows, by name; {} if no mixture."""
     if len(data.sources) == 1:
         return {}
-    places, given = launches[-1]["sources"], phase_of(launches).given_at(row, launches[-1]["options"]["seed"])
-    return {shards.name: given[places[shards.name][1]] / rows.rows_per_epoch for shards, rows, _ in data.sources}
+    entry = launches[-1]
+    consumed = phase_of(launches).given_at(row, entry["options"]["seed"])  # identity -> rows
+    epochs = {}
+    for shards, rows, _ in data.sources:
+        _, identity = entry["sources"][shards.name]
+        epochs[shards.name] = consumed[identity] / rows.rows_per_epoch
+    return epochs

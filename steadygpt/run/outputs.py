@@ -31,8 +31,10 @@ OWN_FILES = (LOG, METRICS, STATUS, RUN, EVALUATIONS, TENSORBOARD, WANDB)  # besi
 
 
 def check_own_files(folder: Path) -> None:
-    """Check that what a run writes in its folder is there: in a folder from elsewhere, a link may lead anywhere."""
-    for path in [*(folder / name for name in OWN_FILES), *folder.glob(f"{TENSORBOARD}/*")]:
+    """Check that what a run writes is no link: in a folder from elsewhere, a link may lead out of the folder."""
+    paths = [folder / name for name in OWN_FILES]
+    paths += folder.glob(f"{TENSORBOARD}/*")
+    for path in paths:
         if path.is_symlink():
             raise UserError(f"{path}: a link; expected none, since a run writes into its own folder. Remove the link")
     for name in (TENSORBOARD, WANDB):
@@ -43,28 +45,38 @@ def check_own_files(folder: Path) -> None:
         raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
 
 
-def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWriter, Repeats]:
-    """Open the folder, mirror and logs of a run on rank 0; `held` closes the log and releases the lock."""
-    config, history, launches = plan.config, plan.history, plan.launches
+def open_outputs(plan: Plan, log: RunLog, stack: ExitStack) -> tuple[CheckpointWriter, Repeats]:
+    """Open the folder, mirror and logs of a run on rank 0; `stack` closes the log and releases the lock."""
+    config = plan.config
+    history = plan.history
+    launches = plan.launches
     folder = Path(config.checkpoint_dir)
     if not config.resume:  # otherwise open_history() has locked it
-        held.enter_context(locked(folder, IN_USE))
+        stack.enter_context(locked(folder, IN_USE))
         check_folder(folder, None)
-    size, disk = checkpoint_bytes(plan.sketch, config.optimizer), shutil.disk_usage(folder)
-    free = disk.free + sum(file.stat().st_size for file in stale_files(folder) if file != history.downloaded)
-    if free < size and disk.total:  # 0: the file system does not say
-        found = f"{bytes_text(size)} needed for a checkpoint, {bytes_text(free)} free"
-        raise UserError(f"{folder}: {found}; nothing was changed. Free some space, or use another --checkpoint_dir")
+
+    # Check the disk, the folder and the mirror, before anything in the folder is changed.
+    needed = checkpoint_bytes(plan.sketch, config.optimizer)
+    disk = shutil.disk_usage(folder)
+    free = disk.free
+    for file in stale_files(folder):  # of killed writers: CheckpointWriter deletes them
+        if file != history.downloaded:
+            free += file.stat().st_size
+    if free < needed and disk.total:  # a total of 0: the file system does not report its size
+        message = f"{bytes_text(needed)} needed for a checkpoint, {bytes_text(free)} free"
+        raise UserError(f"{folder}: {message}; nothing was changed. Free some space, or use another --checkpoint_dir")
     check_own_files(folder)
     mirror = Mirror(config.mirror, history.run.id, config.name) if config.mirror else None
     if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
         raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
     mirrored: Collection[str] = ()  # names of checkpoints
-    with suppress(NoAnswer):  # the first upload claims it
+    with suppress(NoAnswer):  # then the first upload claims the mirror
         if mirror:
             mirrored = mirror.patiently(mirror.claim).checkpoints
-    write_run(folder, history.run.id, config)  # first: a folder with a checkpoint says which run it is
-    for damaged, name in history.renamed.items():  # saves would replace or delete them
+
+    # Prepare the folder. run.json comes first, so that a folder with a checkpoint always says which run it is.
+    write_run(folder, history.run.id, config)
+    for damaged, name in history.renamed.items():  # under their old names, saves would replace or delete them
         damaged.rename(name)
     if history.downloaded and history.path:
         os.replace(history.downloaded, history.path)
@@ -73,18 +85,24 @@ def open_outputs(plan: Plan, log: RunLog, held: ExitStack) -> tuple[CheckpointWr
         if history.checkpoint:
             mirror.patiently(partial(restore_files, mirror, folder))
         mirror.has_other_logs = False
+
+    # Open the writer and the log.
     uploads = Uploads(mirror, config, log, mirrored) if mirror else None
     writer = CheckpointWriter(config, launches, log, uploads)
-    now, repeats = {"run": history.run.id, **note_of_launch(config, launches)}, Repeats(log)
-    if checkpoint := history.checkpoint:
+    launch_line = {"run": history.run.id, **note_of_launch(config, launches)}
+    repeats = Repeats(log)
+    checkpoint = history.checkpoint
+    if checkpoint:
+        path = history.path
         if history.is_fork:
-            # It has this run's options. The file belongs to the other run, as does the best model so far.
+            # The fork's first checkpoint has this run's options. The file and the best model are the other run's.
             checkpoint = checkpoint | {"launches": launches, "best_val_loss": None}
-        writer.resume(checkpoint, None if history.is_fork else history.path)
-        records, reason = repeated_records(folder / METRICS, history.step, now["parent"], now["how"])
+            path = None
+        writer.resume(checkpoint, path)
+        records, reason = repeated_records(folder / METRICS, history.step, launch_line["parent"], launch_line["how"])
         is_exact = config.repeats_bits(plan.ranks.device.type, plan.ranks.world_size)
         repeats = Repeats(log, history.step, records, reason, is_exact)
-    log.note(checkpoint_bytes=size)
-    log.open(history.step, now)
-    held.enter_context(log)
+    log.note(checkpoint_bytes=needed)
+    log.open(history.step, launch_line)
+    stack.enter_context(log)
     return writer, repeats

@@ -42,11 +42,11 @@ from steadygpt.run.launches import epochs_of_sources, mixture_text, new_launch, 
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps
 
-SHARE_OF_PEAK = 0.4  # that a GPU is assumed to reach, where nothing is measured
-WELL_KNOWN = "NVIDIA H100 80GB HBM3"
-SAMPLED_IDS = 2**20  # of a shard whose tokenizer nothing names
+SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
+ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known
+SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
-CHARACTERS_PER_TOKEN = 4  # of English, about
+CHARACTERS_PER_TOKEN = 4  # roughly, in English
 TOKENS_PER_PARAMETER = 20
 MUCH = 0.1  # share of the training time
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
@@ -61,7 +61,7 @@ class Plan:
     schedule: Schedule
     fingerprint: dict[str, list]  # of the shards
     notes: tuple[str, ...]  # further lines, one per surprising choice
-    writes: bool  # logs and checkpoints: it is no dry run or evaluation
+    writes: bool  # whether it writes logs and checkpoints, which a dry run or an evaluation does not
     is_finished: bool  # the run in the folder has taken all its steps
     expected: Expected | None  # of --expect
     history: History
@@ -70,12 +70,12 @@ class Plan:
     ranks: Ranks
 
     def batches(self, rows: Rows, steps: Iterable[range]) -> BatchLoader:
-        """Return this rank's batches of the rows of steps."""
+        """Return a loader of this rank's micro-batches, for steps given by their rows."""
         ranks = self.ranks
         return BatchLoader(rows, steps, self.config.mini_batch_size, ranks.device, ranks.rank, ranks.world_size)
 
     def autocast(self):
-        """Compute in the precision of the run inside."""
+        """Return a context in which operations have the precision of the run."""
         return autocast(self.ranks.device, self.config.precision)
 
     def lines(self) -> list[str]:
@@ -149,7 +149,7 @@ class Plan:
         return text
 
     def _saves_text(self) -> str:
-        """Return how often latest.pt is saved, and the bytes that this writes."""
+        """Return how often latest.pt is saved at least, and how many bytes that writes."""
         interval_s = 60 * self.config.checkpoint_minutes
         bytes_a_day = checkpoint_bytes(self.sketch, self.config.optimizer) * 86400 / interval_s
         return f"{LATEST} every {duration_text(interval_s)} or less; writes up to {bytes_text(bytes_a_day)} a day"
@@ -185,7 +185,7 @@ class Plan:
         return [labelled("data", text) for text in some(texts, "source")]
 
     def val_rows(self) -> int:
-        """Return the rows of a validation, over all of its sets; of data that is not there yet, eval_tokens."""
+        """Return the rows of a validation over all of its sets; before the data is prepared, those of --eval_tokens."""
         if not self.data.sources and self.config.eval_freq:
             return self.config.eval_tokens // self.config.context_length
         sets = self.data.val_sets
@@ -229,18 +229,18 @@ class Plan:
         return text
 
 
-def uses_text(memory: dict[str, float], where: str, available: int, instead: str) -> str:
-    """Return the uses of memory, and what to try instead if there is less."""
+def uses_text(memory: dict[str, float], where: str, available: int, remedy: str) -> str:
+    """Return the uses of memory in words, and what to try if less is available."""
     total = sum(memory.values())
     parts = [f"{use} {bytes_text(size)}" for use, size in memory.items() if size >= 0.005 * total]
     text = f"about {bytes_text(total)} {where}: {', '.join(parts)}"
     if available < total:
-        text += f" -- NOT ENOUGH: {bytes_text(available)} available; try {instead} or a smaller model"
+        text += f" -- NOT ENOUGH: {bytes_text(available)} available; try {remedy} or a smaller model"
     return text
 
 
 def settle(history: History, data: Data, ranks: Ranks) -> Plan:
-    """Settle on rank 0 every option that the data, the machine or the length of the run decides; tell the others."""
+    """Settle on rank 0, for all ranks, every option that the data, the machine or the length of the run decides."""
     with torch.device("meta"):
         sketch = GPT(history.config.shape(data.vocab_size), history.config, initialize=False)
     memory = -ranks.max(-memory_bytes(ranks.device))
@@ -250,71 +250,88 @@ def settle(history: History, data: Data, ranks: Ranks) -> Plan:
 
 def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, ranks: Ranks) -> dict[str, Any]:
     """Return the fields of a Plan that do not depend on the rank."""
-    asked, before, decided, fingerprint = history.config, history.launches, history.decisions, history.fingerprint
-    config, world_size, threads = replace(asked, **decided), ranks.world_size, torch.get_num_threads()
+    requested = history.config
+    decisions = history.decisions
+    before = history.launches
+    fingerprint = history.fingerprint
+    world_size = ranks.world_size
+    config = replace(requested, **decisions)
     notes = [*history.notes]
     config.check_together()
     config.shards(world_size)
 
-    # The weights that the run starts from; and the tokenizer, because without it no checkpoint could be sampled.
+    # The weights that the run starts from, and the tokenizer, without which no checkpoint could be sampled.
     if history.weights:
         fits = check_fits(history.weights, config.init_from, sketch.config, data.tokenizer_record)
-        notes += [labelled("weights", f"from {config.init_from}"), fits]
+        notes.append(labelled("weights", f"from {config.init_from}"))
+        notes.append(fits)
     if data.sources and data.tokenizer_record.is_file:
         check_recorded(data.tokenizer_record, Path(data.folder))
     if config.tokenizer == "auto" and not before:
         notes.append(note_of_vocabulary(data))
     if config.core_freq:
-        load_core(config.core_dir, config.core_examples or None)  # a mistake in it is known before anything is written
+        load_core(config.core_dir, config.core_examples or None)  # to report a mistake in it before anything is written
 
     # What the machine decides: threads, precision and the rows of a micro-step.
-    if config.deterministic and before and ranks.device.type == "cpu" and threads != (used := before[-1]["threads"]):
-        torch.set_num_threads(used)
-        notes.append(labelled("threads", f"{threads} -> {used}, as before: --deterministic needs the same number"))
-    config = config if "total_batch_size" in decided else config.with_tokens_of_step(world_size)
+    if config.deterministic and before and ranks.device.type == "cpu":
+        threads = torch.get_num_threads()
+        threads_before = before[-1]["threads"]
+        if threads != threads_before:
+            torch.set_num_threads(threads_before)
+            text = f"{threads} -> {threads_before}, as before: --deterministic needs the same number"
+            notes.append(labelled("threads", text))
+    if "total_batch_size" not in decisions:
+        config = config.with_tokens_of_step(world_size)
     config = config.with_even_rows(1 if config.deterministic else world_size)
     config = replace(config, precision=choose_precision(config.precision, ranks.device))
     set_up(config, ranks.device, torch.get_num_threads())
-    config, of_memory = with_fitting_rows(config, sketch, memory, ranks)
-    notes.append(of_memory)
+    config, memory_note = with_fitting_rows(config, sketch, memory, ranks)
+    notes.append(memory_note)
     if config.deterministic:
         notes.append(note_of_processes(config, before, ranks))
-    if asked.mini_batch_size not in (0, config.mini_batch_size):
+    if requested.mini_batch_size not in (0, config.mini_batch_size):
         where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
-        found = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {asked.mini_batch_size}"
-        notes.append(
-            labelled("rows", f"{found}: a step has {counted(config.rows_per_step // world_size, 'row')} on {where}")
-        )
+        text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {requested.mini_batch_size}"
+        text += f": a step has {counted(config.rows_per_step // world_size, 'row')} on {where}"
+        notes.append(labelled("rows", text))
 
     # The record of this launch, and the number of steps, which may follow from its data.
     launches: list[Launch] = []
     if data.sources:
         launches = [*before, new_launch(history, data, fingerprint, ranks)]
         if before and before[-1]["shares"] != launches[-1]["shares"]:
-            changed = " -> ".join(map(mixture_text, launches[-2:]))
-            notes.append(labelled("changed", f"training data: {changed}"))
+            text = f"training data: {mixture_text(before[-1])} -> {mixture_text(launches[-1])}"
+            notes.append(labelled("changed", text))
     if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
-    has_epochs = data.rows_per_epoch and not phase_of(launches).number if launches else not config.mix
-    rows_per_epoch = (config.steps_per_epoch * config.rows_per_step or data.rows_per_epoch) if has_epochs else 0
+    has_epochs = not config.mix
+    if launches:  # after a change of the data, a run has no epochs either
+        has_epochs = data.rows_per_epoch > 0 and phase_of(launches).number == 0
+    rows_per_epoch = 0
+    if has_epochs:
+        rows_per_epoch = config.steps_per_epoch * config.rows_per_step or data.rows_per_epoch
     config = with_steps(config, rows_per_epoch, history)
 
     config = replace(config, tokenizer=data.tokenizer, vocab_size=sketch.config.vocab_size)
     schedule = Schedule(config, rows_per_epoch)
     notes += schedule.notes(history.checkpoint)
 
-    # The shards, last because all of them may have to be read. Then their content identifies them in the record.
+    # The shards come last, because all of them may have to be read. Then the record identifies them by their content.
     writes = config.trains
     if writes:
         checked = {shards.key: shards.check(config.vocab_size, fingerprint) for shards in data.sets}
         fingerprint = fingerprint | checked
         launches[-1] = new_launch(history, data, fingerprint, ranks)
     if launches:
-        # The rows that memory has room for are chosen once, and --deterministic needs the same ones.
-        sticky = (*DECIDED, "mini_batch_size") if config.deterministic or not asked.mini_batch_size else DECIDED
-        launches[-1]["options"] = {name: getattr(asked, name) for name in STORED}
-        launches[-1]["decisions"] = {name: getattr(config, name) for name in sticky} | dict(decided)
-    ended = history.checkpoint and read_status(Path(config.checkpoint_dir)).get("status") == "finished"
+        kept_decisions = list(DECIDED)
+        # The rows that fit into memory are chosen once for all launches, and --deterministic needs the same number.
+        if config.deterministic or not requested.mini_batch_size:
+            kept_decisions.append("mini_batch_size")
+        launches[-1]["options"] = {name: getattr(requested, name) for name in STORED}
+        launches[-1]["decisions"] = {name: getattr(config, name) for name in kept_decisions} | dict(decisions)
+    has_ended = False
+    if history.checkpoint:
+        has_ended = read_status(Path(config.checkpoint_dir)).get("status") == "finished"
     return {
         "config": config,
         "launches": launches,
@@ -322,47 +339,56 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         "fingerprint": fingerprint,
         "notes": tuple(filter(None, notes)),
         "writes": writes,
-        "is_finished": bool(ended) and history.step >= config.max_steps,
+        "is_finished": has_ended and history.step >= config.max_steps,
         "expected": Expected.load(config) if config.expect and writes else None,
     }
 
 
 def note_of_vocabulary(data: Data) -> str:
-    """Return a warning if shards that are taken to have GPT-2's ids, for lack of a manifest, have only small ones."""
+    """Return a warning if shards without a manifest, so assumed to have GPT-2's ids, have only small ones."""
     if not data.sources or data.tokenizer != "gpt2" or data.sources[0].shards.manifest:
         return ""
     largest = int(data.sources[0].shards.shards[0].tokens()[:SAMPLED_IDS].max(initial=0))
     if largest >= data.vocab_size // 2:
         return ""
-    found = f"taken to be GPT-2's, but the largest of the first ids is {largest:,}"
-    return labelled("vocabulary", f"{found}; name the tokenizer that wrote them: --tokenizer NAME, or ids:N")
+    text = f"taken to be GPT-2's, but the largest of the first ids is {largest:,}"
+    return labelled("vocabulary", f"{text}; name the tokenizer that wrote them: --tokenizer NAME, or ids:N")
 
 
 def note_of_processes(config: TrainConfig, before: Sequence[Launch], ranks: Ranks) -> str:
-    """Return the numbers of processes that compute the same bits, as a line for the plan."""
-    count, step = config.virtual_ranks(), f"a step has {counted(config.grad_accum_steps(1), 'micro-batch')}"
-    *others, most = [str(2**n) for n in range(count.bit_length())]
-    possible = f"{', '.join(others)} or {most} processes" if others else "1 process"
-    if not config.eval_only and count % ranks.world_size:
+    """Return a line for the plan: the numbers of processes that compute the same bits."""
+    virtual_ranks = config.virtual_ranks()  # a power of two
+    reason = f"a step has {counted(config.grad_accum_steps(1), 'micro-batch')}"
+    possible = "1 process"
+    if virtual_ranks > 1:
+        *smaller, largest = [str(2**n) for n in range(virtual_ranks.bit_length())]
+        possible = f"{', '.join(smaller)} or {largest} processes"
+    if not config.eval_only and virtual_ranks % ranks.world_size:
         advice = "or start a new run with a smaller --mini_batch_size"
-        raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}; {advice}")
-    if before and (began := trained_with(before[-1]).virtual_ranks()) != count:
-        found = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
-        raise UserError(f"{found}, but the run began with one that fits {began}; drop the flag")
-    threads = torch.get_num_threads()
-    each = f" of {counted(threads, 'thread')}{' each' * bool(others)}" * (ranks.device.type == "cpu")
-    return labelled("same bits", f"on {possible}{each}, because {step}")
+        raise UserError(f"--deterministic: {reason}, so expected {possible}; found {ranks.world_size}; {advice}")
+    if before:
+        virtual_ranks_before = trained_with(before[-1]).virtual_ranks()
+        if virtual_ranks_before != virtual_ranks:
+            message = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
+            raise UserError(f"{message}, but the run began with one that fits {virtual_ranks_before}; drop the flag")
+    text = f"on {possible}"
+    if ranks.device.type == "cpu":
+        text += f" of {counted(torch.get_num_threads(), 'thread')}"
+        if virtual_ranks > 1:
+            text += " each"
+    return labelled("same bits", f"{text}, because {reason}")
 
 
 def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
-    """Prepare a rank for a run whose precision is chosen, before its first matrix product.
+    """Prepare a rank for a run whose precision is settled, before the first matrix product.
 
     Args:
         threads: of a CPU; with --deterministic all ranks and launches need the same number.
     """
     if config.compiles(device.type):
         check_compiler(device.type)
-    if device.type == "cuda" and config.precision == "fp32":  # else HellaSwag's close calls would be scored in TF32 too
+    # Only an fp32 run uses TF32. In other precisions HellaSwag scores close calls again, in true fp32.
+    if device.type == "cuda" and config.precision == "fp32":
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
         be_deterministic(device, threads, config.compiles(device.type))
@@ -378,20 +404,20 @@ def validation_rows(config: TrainConfig, val: RowStream, sets: int = 1) -> int:
 
 
 def work_per_token(config: TrainConfig, model: GPT) -> tuple[float, float]:
-    """Return the FLOPs of a token in training, in which recomputed parts count again, and in evaluation."""
-    everything = model.flops_per_token()
-    forward = everything / 3  # a forward pass is a third of the work
+    """Return the FLOPs per token of training and of evaluation. In training, recomputed parts count twice."""
+    forward_and_backward = model.flops_per_token()
+    forward = forward_and_backward / 3  # a forward pass is a third of the work
     head = 6 * model.config.vocab_size * model.config.embd_size
-    training = everything
+    training = forward_and_backward
     if config.activation_checkpointing:
-        training += (everything - head) / 3
+        training += (forward_and_backward - head) / 3
     if 0 < config.loss_chunk_size < config.mini_batch_size * config.context_length:
         training += head / 3
     return training, forward
 
 
 def evaluated_tokens(plan: Plan) -> int:
-    """Return the tokens of all evaluations that are left, of which the last step has each one."""
+    """Return the tokens of all evaluations that are left; each kind of evaluation also runs at the last step."""
     config = plan.config
     steps = config.max_steps - plan.history.step
     tokens = 0
@@ -407,10 +433,10 @@ def evaluated_tokens(plan: Plan) -> int:
 
 
 def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
-    """Return as lines of the plan the time that is left, with what it assumes, and its cost.
+    """Return lines for the plan: the time that is left, with the assumptions behind it, and its cost.
 
     Args:
-        step_s: measured seconds of a step.
+        step_s: the measured seconds of a step; None if no step was measured.
     """
     config = plan.config
     steps = config.max_steps - plan.history.step
@@ -428,10 +454,10 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
         precision = config.precision
         where = ""
         if gpu not in PEAK_FLOPS:
-            asked = plan.history.config.precision
-            precision = "bf16" if asked == "auto" else asked
+            requested = plan.history.config.precision
+            precision = "bf16" if requested == "auto" else requested
             count = 1
-            gpu = WELL_KNOWN
+            gpu = ASSUMED_GPU
             where = "unknown here; "
         peak = count * PEAK_FLOPS[gpu]
         if precision == "fp32":

@@ -14,30 +14,31 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.run.launches import difference
 
 NUMBERS = ("loss", "grad_norm", "lr", "digest")  # of a record that are compared
-# Where bits are not promised: steps after the checkpoint -> relative difference of a loss that is usual, and of a
-# gradient norm. The largest that `python -m benchmarks.repeated_steps` has measured, with room; later gradient norms
-# differ by anything, because training amplifies differences.
+# The usual differences of repeated steps where equal launches need not compute the same bits: steps after the
+# checkpoint, fewer than this -> relative difference of a loss, and of a gradient norm. The limits have some room above
+# the largest differences that `python -m benchmarks.repeated_steps` has measured. Training amplifies differences, so
+# later gradient norms have no limit.
 USUAL = {1: (1e-3, 1e-2), 10: (5e-3, 0.3), math.inf: (0.1, math.inf)}
 CAUSES = "causes are in docs/checkpoints.md, Repeated steps"
 
 
-def repeated_records(path: Path, step: int, parent: str, how: Mapping[str, Any]) -> tuple[dict[int, Record], str]:
-    """Read the records in a metrics.jsonl of the steps that a run repeats from a checkpoint on.
+def repeated_records(path: Path, step: int, parent: str, settings: Mapping[str, Any]) -> tuple[dict[int, Record], str]:
+    """Read from a metrics.jsonl the records of the steps that a run repeats after a checkpoint.
 
     Args:
         step: of the checkpoint.
-        parent: id of the launch that wrote it.
-        how: what determines a step of this launch, by name: only records of such launches are read.
+        parent: id of the launch that wrote the checkpoint.
+        settings: "how" of this launch, see note_of_launch(); only launches with the same settings can be compared.
 
-    Returns: step -> record, up to the first one that cannot be compared; and why not, "" if all can.
+    Returns: step -> record, up to the first one that cannot be compared; and why it cannot, "" if all can.
     """
     launches: list[tuple[LaunchLine, list[Record]]] = []
     for launch, records in segments(path, step, "loss"):
         launches.append((launch, records))
-        if launch["id"] == parent or launch["first_step"] < step:  # which repeats whatever came before
+        if launch["id"] == parent or launch["first_step"] < step:  # earlier launches have no such records
             break
     comparable: dict[int, Record] = {}
-    descended = {parent}  # launches, as far as they have the checkpoint's steps before them
+    descended = {parent}  # ids of the launches that continue from the steps of the checkpoint
     for launch, records in reversed(launches):
         if launch["parent"] in descended and launch["first_step"] >= step:
             descended.add(launch["id"])
@@ -45,7 +46,7 @@ def repeated_records(path: Path, step: int, parent: str, how: Mapping[str, Any])
             continue
         if launch["id"] not in descended:
             return comparable, "their records do not descend from this checkpoint"
-        changes = difference(launch["how"], how)
+        changes = difference(launch["how"], settings)
         if changes:
             return comparable, printable(changes)
         for record in records:
@@ -54,7 +55,7 @@ def repeated_records(path: Path, step: int, parent: str, how: Mapping[str, Any])
 
 
 def recorded_steps(path: Path, first: int, last: int) -> tuple[LaunchLine, dict[int, Record]]:
-    """Return the launch in a metrics.jsonl that took two steps, and its records that no later launch repeats."""
+    """Return the launch in a metrics.jsonl that took both steps, and its records that no later launch repeats."""
     for launch, records in segments(path, key="loss"):  # the newest launch first
         if launch["first_step"] > first or not records:
             continue
@@ -68,8 +69,8 @@ def recorded_steps(path: Path, first: int, last: int) -> tuple[LaunchLine, dict[
     raise UserError(f"{path}: no record of step {first:,}; choose other steps, or restore the logs")
 
 
-def usual(steps: int) -> dict[str, float]:
-    """Return the relative differences of numbers that are usual so many steps after a checkpoint."""
+def usual_differences(steps: int) -> dict[str, float]:
+    """Return the relative differences that are usual so many steps after a checkpoint, by number of a record."""
     loss, grad_norm = next(bounds for limit, bounds in USUAL.items() if steps < limit)
     return {"loss": loss, "grad_norm": grad_norm}  # a learning rate is always the same
 
@@ -81,53 +82,54 @@ class Comparison:
     Where equal launches compute the same bits, no difference is usual.
     """
 
-    first: int  # step of the checkpoint that the steps come from
+    first_step: int  # that of the checkpoint
     is_exact: bool = True  # equal launches compute the same bits
     steps: int = 0  # compared so far
-    last: int = 0  # the last one of them
-    largest: dict[str, float] = field(default_factory=dict)  # relative difference so far, by number
-    differs: str = ""  # the first step and number that differ by more than is usual
+    last_step: int = 0  # the last one compared
+    largest_differences: dict[str, float] = field(default_factory=dict)  # relative, so far, by number of a record
+    first_difference: str = ""  # in words, the first step and number that differ by more than is usual
 
     def add(self, step: int, recorded: Record, measured: Mapping[str, float | None]) -> None:
         """Compare the measurements of a step with its record."""
-        if self.differs:
+        if self.first_difference:
             return
         self.steps += 1
-        self.last = step
+        self.last_step = step
         measured = without_nan(measured)  # as in the record
-        bounds = {} if self.is_exact else usual(step - self.first)
+        bounds = {} if self.is_exact else usual_differences(step - self.first_step)
         for name in NUMBERS:
             before = recorded.get(name)
             now = measured.get(name)
-            if name == "digest" and (before is None or now is None or not self.is_exact):  # some steps have none
+            if name == "digest" and (before is None or now is None or not self.is_exact):  # not every step has one
                 continue
             if before == now:
                 continue
             old = before or 0.0  # a number that is not finite counts as 0
             new = now or 0.0
-            difference = abs(new - old) / (max(abs(new), abs(old)) or 1.0)
+            relative_difference = abs(new - old) / (max(abs(new), abs(old)) or 1.0)
             bound = bounds.get(name, 0.0)
-            is_other_kind = (before is None) != (now is None)  # one of them is not finite
-            if self.is_exact or is_other_kind or difference > bound:
-                numbers = f"{json.dumps(now)}, but had {json.dumps(before)} before"
-                self.differs = f"repeated step {step:,} has {name} {numbers}"
-                if bound and not (self.is_exact or is_other_kind):
-                    self.differs += f", more than the {bound:g} (relative) that are usual without --deterministic"
+            is_one_finite = (before is None) != (now is None)
+            if self.is_exact or is_one_finite or relative_difference > bound:
+                text = f"repeated step {step:,} has {name} {json.dumps(now)}, but had {json.dumps(before)} before"
+                if bound and not (self.is_exact or is_one_finite):
+                    text += f", more than the {bound:g} (relative) that are usual without --deterministic"
+                self.first_difference = text
                 return
-            self.largest[name] = max(self.largest.get(name, 0.0), difference)
+            largest = self.largest_differences.get(name, 0.0)
+            self.largest_differences[name] = max(largest, relative_difference)
 
     def result(self) -> str:
-        """Return what was compared, and whether it is bit for bit the same; "" if nothing was."""
-        if self.differs or not self.steps:
-            return self.differs
-        steps = self.last - self.first + 1
+        """Return in words which steps were compared and how closely they agree; "" if none was compared."""
+        if self.first_difference or not self.steps:
+            return self.first_difference
+        steps = self.last_step - self.first_step + 1
         repeated = f"repeated {counted(steps, 'step')}"
         if self.steps < steps:
             repeated += f", {self.steps:,} of them recorded"
-        if not self.largest:
+        if not self.largest_differences:
             return f"{repeated}, bit for bit the same losses, gradient norms and learning rates"
-        losses = f"losses within {self.largest.get('loss', 0):.1g}"
-        norms = f"gradient norms within {self.largest.get('grad_norm', 0):.1g}"
+        losses = f"losses within {self.largest_differences.get('loss', 0):.1g}"
+        norms = f"gradient norms within {self.largest_differences.get('grad_norm', 0):.1g}"
         return f"{repeated}, {losses} and {norms} of those before (relative)"
 
 
@@ -136,9 +138,9 @@ class Repeats:
     """Compares the steps that a resumed run repeats; does nothing on ranks other than 0, which have no records."""
 
     log: RunLog
-    step: int = 0  # where the run has resumed
-    records: dict[int, Record] = field(default_factory=dict)  # that are not compared yet, by step
-    reason: str = ""  # why further ones are not compared
+    step: int = 0  # at which the run has resumed
+    records: dict[int, Record] = field(default_factory=dict)  # by step, those that are not compared yet
+    reason: str = ""  # why the steps after these records are not compared
     is_exact: bool = True  # equal launches compute the same bits
 
     def __post_init__(self) -> None:
@@ -149,11 +151,11 @@ class Repeats:
         record = self.records.pop(step, None)
         if record:
             self.comparison.add(step, record, measured)
-        if self.comparison.differs or not self.records:
+        if self.comparison.first_difference or not self.records:
             self.report()
 
     def report(self) -> None:
-        """Log the result once, also of a run that ends before the last repeated step, and compare no more."""
+        """Log the result once and stop comparing, also in a run that ends before the last repeated step."""
         comparison = self.comparison
         reason = self.reason
         self.comparison = Comparison(self.step, self.is_exact)
@@ -162,17 +164,17 @@ class Repeats:
         parts = []
         if comparison.steps:
             result = comparison.result()
-            if comparison.largest and not comparison.differs:
+            if comparison.largest_differences and not comparison.first_difference:
                 result += ", as is usual without --deterministic"
             parts.append(result)
-        if reason and not comparison.differs:
+        if reason and not comparison.first_difference:
             which = "later" if comparison.steps else "repeated"
             parts.append(f"{which} steps are not compared: {reason}")
         if not parts:
             return
         line = f"resumed at step {self.step:,}: {'; '.join(parts)}"
         self.log.note(resume=line)  # for status.json
-        if comparison.differs:
+        if comparison.first_difference:
             self.log.warn(f"{line}; {CAUSES}", event="resume differs")
         else:
             self.log.say(line)

@@ -1,4 +1,4 @@
-"""Results of steps: which updates are skipped, what a step's record says, and when a run has diverged."""
+"""Results of steps: the decision to skip an update, the record of each step, and the detection of divergence."""
 
 import math
 import shlex
@@ -18,16 +18,16 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.schedule import Schedule
 
-SPIKE_WINDOW = 128  # losses that a spike is compared with
-ETA_STEPS = 100  # whose time tells the time left
-SMALLEST_STD = 1e-6  # of those losses
+SPIKE_WINDOW = 128  # earlier losses, with which a spike is compared
+SMALLEST_STD = 1e-6  # of these losses
+ETA_STEPS = 100  # the last steps, from whose time the time left is estimated
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The measurements of a step and whether its update was applied, the same on every rank."""
 
-    step: int  # updates before this one
+    step: int  # the number of steps before this one
     rows: range  # of the run
     lr: float
     loss: float  # mean over all tokens, before the update
@@ -37,7 +37,7 @@ class StepResult:
     spike: bool  # loss_z is above --spike_z
     bad: bool  # loss or gradient is not finite, and fp16 is not the reason
     updated: bool  # False: weights and optimizer are unchanged
-    metrics: Mapping[str, float] = field(default_factory=dict)  # further ones, of all ranks
+    metrics: Mapping[str, float] = field(default_factory=dict)  # further measurements, over all ranks
 
     def warning(self, checkpoint_dir: str) -> str:
         """Return a warning about the step; "" if there is none."""
@@ -48,8 +48,8 @@ class StepResult:
         if not self.spike:
             return ""
         look = f"python look.py --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step} --by loss"
-        above = f"{self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} before{skipped}"
-        return f"step {self.step}: loss {self.loss:.4f} is {above}; to see its rows: {look}"
+        distance = f"{self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} before"
+        return f"step {self.step}: loss {self.loss:.4f} is {distance}{skipped}; to see its rows: {look}"
 
 
 def judge(
@@ -67,8 +67,8 @@ def judge(
     """Decide whether a step's update is applied, by its loss and gradient norm, which are the same on every rank.
 
     Args:
-        recent_losses: the finite losses of the steps before, oldest first; a spike is compared with the last ones.
-        loss_scale: of fp16, already updated for this step; None with other precisions.
+        recent_losses: the finite losses of the steps before, oldest first; only the last SPIKE_WINDOW matter.
+        loss_scale: the one of fp16, already updated for this step; None with other precisions.
     """
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     bad = not finite
@@ -87,7 +87,7 @@ def judge(
 
 @dataclass
 class Results:
-    """Logs what steps measured, and updates the state that follows from it."""
+    """Logs the results of steps, and updates the state that follows from them."""
 
     config: TrainConfig
     ranks: Ranks
@@ -103,17 +103,17 @@ class Results:
     rows: int = 0
     seconds: float = 0.0  # of the steps, without evaluations
     first_rows: int = 0  # of the first step, which compiles and warms up, so its speed is not typical
-    first_s: float = 0.0
-    row_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))  # of the last steps
-    between_s: float = 0.0  # of evaluations, between steps
-    begun_s: float = field(default_factory=time.perf_counter)  # when the next step began
+    first_s: float = 0.0  # seconds of the first step
+    row_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))  # per row, in the last steps
+    between_steps_s: float = 0.0  # spent between steps, such as in evaluations
+    step_start_s: float = field(default_factory=time.perf_counter)  # the clock when the current step began
 
     def restart_clock(self) -> None:
-        """Leave the time until now, such as an evaluation's, out of the next step's."""
+        """Begin the time of the next step now, so that it leaves out an evaluation before it."""
         now_s = time.perf_counter()
         if self.steps:
-            self.between_s += now_s - self.begun_s
-        self.begun_s = now_s
+            self.between_steps_s += now_s - self.step_start_s
+        self.step_start_s = now_s
 
     def add(self, result: StepResult) -> None:
         """Log a step's result and update the state.
@@ -123,9 +123,9 @@ class Results:
         state = self.state
         row = result.rows.stop
         count = len(result.rows)
-        ended_s = time.perf_counter()
-        step_s = ended_s - self.begun_s
-        self.begun_s = ended_s
+        now_s = time.perf_counter()
+        step_s = now_s - self.step_start_s
+        self.step_start_s = now_s
         self.steps += 1
         self.rows += count
         self.seconds += step_s
@@ -138,8 +138,8 @@ class Results:
             row_s = step_s / count
         else:
             self.row_seconds.append(step_s / count)
-            # A median, so that neither a suspended process nor a hiccup of the disk changes the ETA.
-            row_s = statistics.median(self.row_seconds) + self.between_s / self.rows
+            # The median is robust: neither a suspended process nor a slow read changes the ETA.
+            row_s = statistics.median(self.row_seconds) + self.between_steps_s / self.rows
         left_s = row_s * self.config.rows_per_step * (self.config.max_steps - result.step - 1)
         speed = count * self.config.context_length / step_s
         elapsed_s = state.total_s()
@@ -157,11 +157,12 @@ class Results:
             "epoch": self.schedule.epochs(row),
             "digest": self.digests.pop(result.step, None),
         }
-        taken = numbers.keys() & result.metrics.keys()
-        assert not taken, f"{taken}: names of a term of the loss, or of a metric, that the log has already"
+        used_twice = numbers.keys() & result.metrics.keys()
+        assert not used_twice, f"{used_twice}: names of terms of the loss, or of metrics, that the log has already"
         cost_left = None if is_first else self.cost(left_s)
-        facts = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": row * self.config.context_length}
-        self.log.step(result.step, numbers, result.metrics, left_s, is_first, **facts)
+        tokens = row * self.config.context_length
+        totals = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": tokens}
+        self.log.step(result.step, numbers, result.metrics, left_s, is_first, **totals)
         self.repeats.add(result.step, numbers)
         self._warn(result)
         if result.finite:
@@ -186,14 +187,14 @@ class Results:
         self.log.warn(warning, event=event)
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Return the share of the devices' peak FLOP/s that a speed needs (PaLM, Chowdhery et al. 2022, appendix B)."""
+        """Return the share of the devices' peak FLOP/s that a speed takes (PaLM, Chowdhery et al. 2022, appendix B)."""
         peak = PEAK_FLOPS.get(device_name(self.ranks.device))
         if peak is None:
             return None
         return tokens_per_second * self.flops_per_token / (peak * self.ranks.world_size)
 
     def cost(self, seconds: float) -> float | None:
-        """Return the cost of all GPUs for some time, or None without --gpu_hour_cost."""
+        """Return the cost of all GPUs for so many seconds, or None without --gpu_hour_cost."""
         if not self.config.gpu_hour_cost:
             return None
         return seconds / 3600 * self.ranks.world_size * self.config.gpu_hour_cost
@@ -204,7 +205,8 @@ class Diverged(Exception):
 
     def __init__(self, bad_steps: int, step: int, row: int):
         super().__init__(f"{counted(bad_steps, 'consecutive step')} with a non-finite loss or gradient")
-        self.step, self.row = step, row
+        self.step = step
+        self.row = row
 
     def advice(self, config: TrainConfig) -> str:
         """Return how to continue, with flags that can be copied."""

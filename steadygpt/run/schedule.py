@@ -16,10 +16,10 @@ from steadygpt.run.history import History
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of each step of a run, and what ends with it."""
+    """The learning rate of each step of a run, and the steps at which epochs and the cool-down leave a checkpoint."""
 
-    config: TrainConfig  # settled: max_steps and warmup_steps are those of the run
-    rows_per_epoch: int = 0  # of the data, or of --steps_per_epoch; 0: not prepared yet, or a mixture
+    config: TrainConfig  # settled, with max_steps and warmup_steps
+    rows_per_epoch: int = 0  # of the data, or of --steps_per_epoch; 0 for a mixture, or before the data is prepared
 
     @property
     def decay(self) -> Decay:
@@ -29,11 +29,11 @@ class Schedule:
     def decay_start(self) -> int:
         """The step from which the learning rate falls."""
         steps = self.config.max_steps
-        part = self.config.cooldown if self.decay.cools_down else self.decay.part
-        return max(self.config.warmup_steps, steps - round(part * steps))
+        share = self.config.cooldown if self.decay.cools_down else self.decay.part  # of the steps
+        return max(self.config.warmup_steps, steps - round(share * steps))
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step: it rises linearly to max_lr, and falls to min_lr as `schedule` says."""
+        """Return the learning rate of a step. It rises linearly to max_lr, then falls to min_lr as --schedule says."""
         config = self.config
         if step < config.warmup_steps:
             return config.max_lr * (step + 1) / config.warmup_steps
@@ -43,11 +43,11 @@ class Schedule:
         return config.min_lr + left * (config.max_lr - config.min_lr)
 
     def epochs(self, rows: int) -> float:
-        """Convert consumed rows to epochs; 0 if their length is not known."""
+        """Convert consumed rows to epochs; 0 if the length of an epoch is not known."""
         return rows / (self.rows_per_epoch or math.inf)
 
     def tiers(self, step: int, rows: int) -> list[str]:
-        """Return the names, besides latest.pt, of the checkpoint after `step` updates and `rows` consumed rows."""
+        """Return the names, besides latest.pt, of the checkpoint after `step` steps, which consumed `rows` rows."""
         names = []
         freq = self.config.checkpoint_freq
         if step and freq and step % freq == 0:
@@ -80,7 +80,7 @@ class Schedule:
     def _of_launch(self, launch: Launch) -> "Schedule":
         """Return the schedule that a launch had planned."""
         config = trained_with(launch)
-        if not config.max_steps and self.rows_per_epoch:  # its epochs decided
+        if not config.max_steps and self.rows_per_epoch:  # its number of epochs decided its length
             max_steps = config.last_step(launch["step"], launch["row"], self.rows_per_epoch)
             config = replace(config, max_steps=max_steps)
         return Schedule(config)
@@ -90,7 +90,7 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     """Settle how many steps a run takes, and how many of them warm up.
 
     Args:
-        rows_per_epoch: 0 of a mixture, or after a change of the data: the run has no epochs.
+        rows_per_epoch: 0 for a mixture, or after a change of the data, because such a run has no epochs.
     """
     if not (config.max_steps or config.num_epochs * config.steps_per_epoch or rows_per_epoch):
         raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
@@ -99,17 +99,18 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> Tr
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps
-    if "warmup_steps" not in history.decisions and history.given.get("warmup_steps") != "flag":
-        warmup_steps = min(warmup_steps, max_steps // 10)  # a preset's may be for a longer run
+    if "warmup_steps" not in history.decisions and history.set_by.get("warmup_steps") != "flag":
+        warmup_steps = min(warmup_steps, max_steps // 10)  # a preset may be meant for a longer run
     if warmup_steps >= max(1, max_steps):
-        found = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
-        raise UserError(f"{found}; try --warmup_steps {max_steps // 10}")
+        message = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
+        raise UserError(f"{message}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
     if config.resume == "stable" and Schedule(config).decay.cools_down and config.cooldown < 1:
-        start = Schedule(config).decay_start
-        if step > start:
-            found = (
-                f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step {start:,}"
+        decay_start = Schedule(config).decay_start
+        if step > decay_start:
+            enough = math.ceil(step / (1 - config.cooldown))
+            raise UserError(
+                f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
+                f"{decay_start:,} on; give at least --max_steps {enough}"
             )
-            raise UserError(f"{found} on; give at least --max_steps {math.ceil(step / (1 - config.cooldown))}")
     return config

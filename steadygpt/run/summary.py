@@ -13,7 +13,11 @@ from steadygpt.run.results import Results
 
 
 def summarize(results: Results, saves: Saves, parameters: int, status: str, reason: str) -> list[str]:
-    """Return how a run of a model of so many parameters has ended, and on rank 0 its summary."""
+    """Return lines that say how a run has ended, followed by its summary; other ranks than 0 return an empty line.
+
+    Args:
+        parameters: the number of the model's parameters.
+    """
     if saves.writer is None:
         return [""]
     config = results.config
@@ -43,12 +47,12 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
             lines["speed"] += f", mfu {mfu:.1%}"
 
     lines["loss"] = losses_text(state, evaluations)
-    of_sets = []
+    set_losses = []
     for name, loss in scores_of(evaluations, state.val_loss).items():
         if name.startswith("val_loss/") and loss is not None:
-            of_sets.append(f"{name.removeprefix('val_loss/')} {loss:.4f}")
-    if of_sets:
-        lines["validation"] = ", ".join(of_sets)
+            set_losses.append(f"{name.removeprefix('val_loss/')} {loss:.4f}")
+    if set_losses:
+        lines["validation"] = ", ".join(set_losses)
     core = [scores["core"] for scores in saves.writer.evaluations_of_run().values() if "core" in scores]
     if core:
         lines["CORE"] = f"{core[-1]:.4f}"
@@ -88,7 +92,7 @@ def scores_of(evaluations: Evaluations, val_loss: float | None) -> Scores:
 
 
 def losses_text(state: TrainState, evaluations: Evaluations) -> str:
-    """Return the last losses of training and validation and the best one, as far as they are known."""
+    """Return in words the last losses of training and validation, and the best one, as far as they are known."""
     text = "none" if state.loss is None else f"{state.loss:.4f}"
     if state.val_loss is not None:
         text += f", validation {state.val_loss:.4f}"
@@ -110,7 +114,7 @@ def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs:
     Args:
         sets: name -> val_loss, and val_bpb if it is known.
         best: whether the first set's loss is the best so far.
-        epochs: of each source of a mixture.
+        epochs: by source, of a mixture.
     """
     texts: list[str] = []
     for name, scores in sets.items():

@@ -46,8 +46,8 @@ from steadygpt.log.metrics import read_records, read_status
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
-from steadygpt.run.expected import Expected, Prediction, compared
-from steadygpt.run.history import resumed
+from steadygpt.run.expected import Expected, Prediction, compared_options
+from steadygpt.run.history import resume_options
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
 from steadygpt.run.results import judge
@@ -220,7 +220,7 @@ def files(tmp_path_factory):
         Path("parts/model.safetensors.index.json").write_text(json.dumps(index))
         write_bundle(Path("bundle"), rows=11)
         curve = [(step, 5 / step**0.1) for step in (1, 2, 4)]
-        prediction = Prediction(compared(settled()), curve)
+        prediction = Prediction(compared_options(settled()), curve)
         Path("prediction.json").write_text(json.dumps(prediction._asdict()))
         row = {"ctx": "A man", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
         Path("rows.jsonl").write_text(json.dumps(row))
@@ -345,7 +345,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         assert [*details(checkpoint)]
         if not checkpoint["launches"]:
             raise UserError("converted weights")  # as history.py says it
-        options, _, _ = resumed(checkpoint["launches"][-1], config, {})
+        options, _, _ = resume_options(checkpoint["launches"][-1], config, {})
         judge(
             options,
             checkpoint["recent_losses"],

@@ -10,7 +10,7 @@ from test_config import parse
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import Launch, as_checkpoint
 from steadygpt.config import FIELDS, STORED, TrainConfig, parse_args
-from steadygpt.run.history import resumed
+from steadygpt.run.history import resume_options
 
 
 def start(config=None, **decisions) -> Launch:
@@ -32,14 +32,14 @@ def test_model_and_data_order_cannot_change(name):
     before = start()
     before["options"][name] = other = not value if type(value) is bool else 2 * value
     with pytest.raises(UserError, match=f"--{name} is {value!r}, but the checkpoint was trained with {other!r}"):
-        resumed(before, config, {name: "flag"})
-    assert getattr(resumed(before, config, {})[0], name) == other
+        resume_options(before, config, {name: "flag"})
+    assert getattr(resume_options(before, config, {})[0], name) == other
 
 
 def test_changed_options_are_reported():
     before = start(TrainConfig(dropout=0.1, mini_batch_size=8, data_dir="old", embd_size=96))
     flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
-    config, _, changes = resumed(before, *parse_args(flags))
+    config, _, changes = resume_options(before, *parse_args(flags))
     assert (config.dropout, config.mini_batch_size, config.data_dir, config.embd_size) == (0.2, 4, "new", 96)
     assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
 
@@ -54,10 +54,10 @@ def test_optimization_option_needs_allow_changes(name):
     assert name in OTHER_WORDS or isinstance(value, int | float), f"add a value of --{name} to OTHER_WORDS"
     before["options"][name] = other = OTHER_WORDS.get(name) or value / 2 or 0.5
     with pytest.raises(UserError, match=f"--{name} is .*trained with {other!r}; .*--allow_changes"):
-        resumed(before, config, {name: "flag"})
-    assert getattr(resumed(before, config, {})[0], name) == other
+        resume_options(before, config, {name: "flag"})
+    assert getattr(resume_options(before, config, {})[0], name) == other
     allowed = dataclasses.replace(config, allow_changes=True)
-    _, _, [change] = resumed(before, allowed, {name: "flag"})
+    _, _, [change] = resume_options(before, allowed, {name: "flag"})
     assert change == f"{name}: {other!r} -> {value!r}"
 
 
@@ -67,15 +67,15 @@ def test_the_command_of_the_first_start_also_resumes():
     asked, _ = parse_args(argv)
     decided = {"warmup_steps": 5, "precision": "bf16", "total_batch_size": 1024}
     before = start(asked, **decided)
-    assert resumed(before, *parse_args([*argv, "--resume"]))[1:] == (decided, [])
+    assert resume_options(before, *parse_args([*argv, "--resume"]))[1:] == (decided, [])
     repeated = ["--resume", "--warmup_steps", "5", "--precision", "bf16", "--total_batch_size", "1024"]
-    assert resumed(before, *parse_args(repeated))[1:] == (decided, [])
+    assert resume_options(before, *parse_args(repeated))[1:] == (decided, [])
 
 
 def test_a_changed_option_is_decided_anew():
     before = start(TrainConfig(micro_steps=4), precision="bf16", total_batch_size=1024)
     flags = ["--resume", "--precision", "fp32", "--total_batch_size", "2048", "--allow_changes"]
-    config, decisions, changes = resumed(before, *parse_args(flags))
+    config, decisions, changes = resume_options(before, *parse_args(flags))
     assert (config.precision, config.total_batch_size, config.micro_steps, decisions) == ("fp32", 2048, 0, {})
     assert changes == ["precision: 'bf16' -> 'fp32'", "total_batch_size: 1024 -> 2048"]
 
@@ -85,25 +85,27 @@ def test_a_flag_of_the_first_start_still_overrides_the_preset(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('data_dir = "one"\n')
     before = start(parse_args(["--config", "mine.toml", "--mix", "one,two"])[0])
-    config, _, changes = resumed(before, *parse_args(["--config", "mine.toml", "--resume"]))
+    config, _, changes = resume_options(before, *parse_args(["--config", "mine.toml", "--resume"]))
     assert (config.mix, changes) == ("one,two", [])
-    config, _, changes = resumed(before, *parse_args(["--config", "mine.toml", "--resume", "--data_dir", "three"]))
+    config, _, changes = resume_options(
+        before, *parse_args(["--config", "mine.toml", "--resume", "--data_dir", "three"])
+    )
     assert (config.mix, config.data_dir) == ("", "three")
 
 
 def test_rows_cannot_change_in_a_deterministic_run():
     before = start(TrainConfig(deterministic=True, mini_batch_size=6), mini_batch_size=4)
     for same in ("6", "4"):
-        assert resumed(before, *parse_args(["--resume", "--mini_batch_size", same]))[2] == []
+        assert resume_options(before, *parse_args(["--resume", "--mini_batch_size", same]))[2] == []
     with pytest.raises(
         UserError, match="--mini_batch_size is 2, but the checkpoint was trained with 4; drop the option"
     ):
-        resumed(before, *parse_args(["--resume", "--mini_batch_size", "2"]))
+        resume_options(before, *parse_args(["--resume", "--mini_batch_size", "2"]))
 
 
 def test_launch_options_are_not_taken_from_the_checkpoint():
     launch = TrainConfig(config="quickstart", dry_run="plan", checkpoint_dir="there", resume="best", run_name="a")
-    assert resumed(start(launch), TrainConfig(), {}) == (TrainConfig(), {}, [])
+    assert resume_options(start(launch), TrainConfig(), {}) == (TrainConfig(), {}, [])
 
 
 @pytest.mark.parametrize(("before", "flags"), [
@@ -111,7 +113,7 @@ def test_launch_options_are_not_taken_from_the_checkpoint():
     (["--sharding=fsdp"], ["--shard_size=2"]),
 ])  # fmt: skip
 def test_flags_that_need_other_options_accept_them_from_the_checkpoint(before, flags):
-    resumed(start(parse(*before)), *parse_args(["--resume", *flags]))
+    resume_options(start(parse(*before)), *parse_args(["--resume", *flags]))
 
 
 def test_options_missing_from_the_checkpoint_keep_their_defaults():
