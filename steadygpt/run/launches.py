@@ -7,14 +7,18 @@ from typing import Any
 import torch
 
 from steadygpt import git_commit
-from steadygpt.base.options import UserError, options_of
+from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import Launch
-from steadygpt.config import TrainConfig
+from steadygpt.config import FIELDS, STORED, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.data import Data, DataSet
 from steadygpt.run.history import History
+
+# Options of these groups determine a step, except for the time limit and for what stands in the record in another form.
+STEP_GROUPS = ("run", "model", "data", "optimization", "distributed")
+NOT_OF_A_STEP = ("max_hours", "micro_steps", "device", "data_dir", "mix", "val", "tokenizer")
 
 
 def phase_of(launches: Sequence[Launch]) -> Phase:
@@ -91,13 +95,9 @@ def note_of_launch(config: TrainConfig, launches: Sequence[Launch]) -> dict[str,
         "commit": f"{entry['commit'][:12]}{entry['commit'][40:]}",  # after the 40 digits, whether files are changed
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(entry["shares"].items())),
     }
-    for name, option in options_of(config).items():
-        if name in ("max_hours", "timeout_minutes", "micro_steps"):  # these do not change a step
-            continue
-        if option.metadata["group"] in ("model", "optimization", "distributed"):
+    for name in STORED:
+        if FIELDS[name].metadata["group"] in STEP_GROUPS and name not in NOT_OF_A_STEP:
             settings[name] = getattr(config, name)
-    for name in ("seed", "precision", "compile", "deterministic", "shuffle_shards", "shuffle_rows"):
-        settings[name] = getattr(config, name)
     return {"id": entry["id"], "parent": parent, "how": settings}
 
 
