@@ -203,7 +203,7 @@ def train(run: Run, step_ended: Callable[[], None]) -> None:
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
             tiers = schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
-            if saves.is_due(state.step, is_special=last or bool(tiers)):
+            if saves.poll(state.step, is_special=last or bool(tiers)):
                 save(run)
             elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
                 run.capture.check_replicas()

@@ -89,7 +89,7 @@ class Launch(FirstStep):
     commit: str
 
 
-class Weights(TypedDict):
+class CheckpointContent(TypedDict):
     """The content of a checkpoint, besides TrainState and TokenizerRecord."""
 
     format_version: Format
@@ -105,7 +105,7 @@ class Weights(TypedDict):
     digests: dict[str, int]  # of the weights and the optimizer's state on the device that trained them
 
 
-def trained_with(entry: Launch) -> TrainConfig:
+def config_of(entry: Launch) -> TrainConfig:
     """Return the configuration that a launch trained with, but for what belongs to a launch or a place."""
     return TrainConfig(**entry["options"] | entry["decisions"])
 
@@ -164,7 +164,7 @@ def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapp
 class Head:
     """What puts checkpoints in order, and what tables and mirrors show of them."""
 
-    saved_at: Annotated[float, 0, 2**40]  # less than Weights allow, so that there is room for later ones
+    saved_at: Annotated[float, 0, 2**40]  # less than CheckpointContent allows, so that there is room for later ones
     step: Count
     origin: str = ""  # the id of the launch that took the step, see evaluations.origin()
     epoch: Loss | None = None
@@ -393,7 +393,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     if isinstance(content, dict) and "format_version" not in content:
         raise UserError(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
     read = partial(typed, content, name=path, advice=ADVICE)
-    found = read(Weights) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
+    found = read(CheckpointContent) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
     shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
     if unknown := found["model_config"].keys() - vars(shape).keys():
         raise UserError(f"{path}: model_config has {min(unknown)!r}, unknown to this version; update SteadyGPT")

@@ -58,8 +58,12 @@ class Saves:
         self.paused_s = 0.0  # in this launch
         self.pauses = deque([0.0] * PAUSES, PAUSES)
 
-    def is_due(self, step: int, is_special: bool) -> bool:
-        """Return whether a save is due after `step` updates: by time, or because the step is special."""
+    def poll(self, step: int, is_special: bool) -> bool:
+        """Return whether the ranks save now, after `step` updates: because they agreed on it, or the step is special.
+
+        Rank 0 first asks the ranks for a timed save if it is time for one, or to stop if saves keep failing. The ranks
+        agree on the request at a later step, see StopSignal.
+        """
         if self.writer:  # rank 0 decides
             now_s, failed_s = time.monotonic(), MAX_FAILED * self.interval_s
             if self.writer.failed >= MAX_FAILED and now_s - self.writer.saved_at_s >= failed_s:
@@ -107,7 +111,7 @@ class Saves:
             self.log.say(f"timed saves are again {duration_text(asked_s)} apart")
         self.interval_s = interval_s
 
-    def evaluated(self, state: files.TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
+    def record_evaluation(self, state: files.TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
         """Record what an evaluation found, and return whether its val_loss, if it has one, is the lowest so far.
 
         Then best_model.pt becomes a link to the save of this step, which `save` makes if there is none yet.

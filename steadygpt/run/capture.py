@@ -7,7 +7,7 @@ import torch
 from model import GPT
 from steadygpt.base.options import UserError
 from steadygpt.base.text import some
-from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, trained_with
+from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, config_of
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.machine.digests import combined, compare_replicas
 from steadygpt.run.history import WITHOUT_TENSORS
@@ -88,7 +88,7 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
     if checkpoint:
         state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
         before, now = history.launches[-1], plan.launches[-1]
-        if trained_with(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
+        if config_of(before).rows_per_step != config.rows_per_step or before["shares"] != now["shares"]:
             state.bad_steps = 0  # these count only steps of one batch size and mixture
     if saved:  # unmap the file: later saves replace it, and the disk has its space back
         saved |= WITHOUT_TENSORS

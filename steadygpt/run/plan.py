@@ -16,7 +16,7 @@ from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, trained_with
+from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, config_of
 from steadygpt.config import FINEWEB_EDU_TOKENS, KEPT, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -346,7 +346,7 @@ def note_of_processes(config: TrainConfig, before: Sequence[Launch], ranks: Rank
     if not config.eval_only and count % ranks.world_size:
         advice = "or start a new run with a smaller --mini_batch_size"
         raise UserError(f"--deterministic: {step}, so expected {possible}; found {ranks.world_size}; {advice}")
-    if before and (began := trained_with(before[-1]).virtual_ranks()) != count:
+    if before and (began := config_of(before[-1]).virtual_ranks()) != count:
         found = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
         raise UserError(f"{found}, but the run began with one that fits {began}; drop the flag")
     threads = torch.get_num_threads()
