@@ -24,7 +24,7 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
 from steadygpt.base.typed import read_json, typed
-from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, of_run
+from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, scores_of_run
 from steadygpt.checkpoint.files import Launch, checkpoint_files, config_of, open_checkpoint
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> FinishedRun:
     file = folder / EVALUATIONS
     evaluations = read_json(file, Evaluations, "restore the file") if file.exists() else {}
     losses = {}
-    for step, scores in of_run(evaluations, checkpoint["launches"]).items():
+    for step, scores in scores_of_run(evaluations, checkpoint["launches"]).items():
         loss = scores.get("val_loss")
         if loss is not None:
             losses[step] = typed(

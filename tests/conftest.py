@@ -26,7 +26,7 @@ import torch
 from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.durable import sha256_of
-from steadygpt.checkpoint.evaluations import of_run, read_evaluations
+from steadygpt.checkpoint.evaluations import read_evaluations, scores_of_run
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, config_of
 from steadygpt.config import KEPT, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
@@ -415,7 +415,7 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 
 def evaluations(folder) -> dict[int, dict[str, float]]:
     """Return step -> scores of the steps that led to the latest checkpoint of a run."""
-    return of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["launches"])
+    return scores_of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["launches"])
 
 
 def metrics(folder, key: str) -> dict[int, float]:

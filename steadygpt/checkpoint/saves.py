@@ -22,9 +22,9 @@ from steadygpt.checkpoint.evaluations import (
     Scores,
     content_of,
     every_score,
-    of_run,
     origin,
     read_evaluations,
+    scores_of_run,
 )
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
@@ -229,7 +229,7 @@ class CheckpointWriter:
 
     def evaluations_of_run(self) -> dict[int, Scores]:
         """Return step -> scores of the steps that have led to the current one."""
-        return of_run(self.evaluations, self.launches)
+        return scores_of_run(self.evaluations, self.launches)
 
     def submit(self, job: Callable[..., None], *args: object) -> None:
         """Call save() or record() after the jobs before it; return before that is done."""
