@@ -141,8 +141,8 @@ MUTATIONS = [Mutation(*row) for row in (
      "checkpoint/test_saves"),
     ("steadygpt/checkpoint/saves.py", "in every_score(self.writer.evaluations))]",
      "in self.writer.evaluations_of_run().items())]", "checkpoint/test_saves test_resume"),
-    ("steadygpt/checkpoint/uploads.py", "if file.order > there.get(",
-     "if file.order >= there.get(", "checkpoint/test_mirror"),
+    ("steadygpt/checkpoint/uploads.py", "if file.order > complete.get(",
+     "if file.order >= complete.get(", "checkpoint/test_mirror"),
     ("steadygpt/log/metrics.py", 'min(end, launch["first_step"])', 'launch["first_step"]', "log/test_metrics"),
     ("steadygpt/log/metrics.py", "fsync(self.file.fileno())", "pass", "log/test_runlog checkpoint/test_saves"),
     # The model, samples, scores.

@@ -1,7 +1,7 @@
 """evaluations.json in a run's folder: the scores of each evaluation.
 
 An evaluation belongs to weights, which are identified by their step and by the launch that took this step. A run that
-goes back to an older checkpoint keeps the evaluations of the steps that it undoes, because it may also keep their files.
+goes back to an older checkpoint keeps the evaluations of the steps that it undoes, because their files may be kept too.
 """
 
 import json

@@ -214,8 +214,8 @@ class StopSignal:
         asked = [(machine, self.REASONS[number]) for machine, number in self.ranks.gather((here, self.asked)) if number]
         return all(machine != here and reason in self.NOTICES for machine, reason in asked) and bool(asked)
 
-    def again(self) -> bool:
-        """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""
+    def take_interrupt(self) -> bool:
+        """Forget the last signal, and return whether it was Ctrl-C or SIGTERM: a scheduler may repeat its SIGUSR1."""
         asked, self.asked = self.asked, 0
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
