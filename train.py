@@ -256,7 +256,7 @@ def run_to_end(run: Run) -> int:
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
-    is_for_others = status == "stopped" and run.guard.stop.is_for_others()
+    is_for_others = status == "stopped" and run.guard.stop.only_other_machines_stop()
     saves.finish_uploads()
     if is_for_others:  # else torchrun, and a loop around it, would take the run for finished here
         say(f"{reason} came to another machine; exit status {GO_ON}, so that torchrun starts this one again")
