@@ -159,7 +159,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # Preparing.
     ("steadygpt/prepare/encode.py", "clean = repair(text)", "clean = text", "test_prepare_dataset"),
     ("steadygpt/network/remote.py", "start += len(block)", "start += len(block) + 1", "network/test_hub"),
-    ("steadygpt/network/hub.py", "(sha256 and others)", "False", "network/test_hub"),
+    ("steadygpt/network/hub.py", "(sha256 and other_etags)", "False", "network/test_hub"),
     ("steadygpt/data/tokenizer_check.py", "if found == expected:", "if True:", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "if i < before:", "if False:", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "ignore_merges = False", "ignore_merges = True", "data/test_tokenizer_json"),
