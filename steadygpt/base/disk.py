@@ -1,4 +1,4 @@
-"""The limit of open files, and paths without the file that was expected."""
+"""The limit of open files, pointers of Git LFS, and paths that do not exist."""
 
 import os
 import resource

@@ -256,17 +256,17 @@ def restore_files(mirror: Mirror, folder: Path) -> None:
             replace_file(target, methodcaller("write", content))
 
 
-def missing_lines(log: bytes, other: bytes) -> bytes:
+def missing_lines(log: bytes, copy: bytes) -> bytes:
     """Return what a log lacks of another copy of it: all after the lines that both begin with.
 
     If both continue differently, the records of metrics.jsonl before the next launch are not missing: they were lost in
     a power cut, and that launch has repeated them.
     """
     lines = log.splitlines(keepends=True)
-    other_lines = other.splitlines(keepends=True)
-    same = sum(takewhile(bool, map(eq, lines, other_lines)))
-    rest = other_lines[same:]
-    if any(line.endswith(b"\n") for line in lines[same:]) and other.startswith(b"{"):
+    copied_lines = copy.splitlines(keepends=True)
+    same = sum(takewhile(bool, map(eq, lines, copied_lines)))
+    rest = copied_lines[same:]
+    if any(line.endswith(b"\n") for line in lines[same:]) and copy.startswith(b"{"):
         rest = [*dropwhile(lambda line: b', "first_step": ' not in line, rest)]
     missing = b"".join(rest)
     if missing in log:

@@ -33,8 +33,8 @@ from steadygpt.machine.device import compute_alone
 from steadygpt.machine.digests import check_digests
 from steadygpt.machine.ranks import Ranks, StopSignal
 
-PAUSE_SHARE = 0.01  # of the time; timed saves that pause training for longer become rarer,
-MOST_MINUTES = 10.0  # but the time between two of them is at most this long, or --checkpoint_minutes if that is longer
+PAUSE_SHARE = 0.01  # of the time: timed saves that pause training for longer become rarer
+MOST_MINUTES = 10.0  # between timed saves that become rarer, unless --checkpoint_minutes is longer
 PAUSES = 5  # number of the last pauses, whose median counts, so one slow write or one suspended machine has no effect
 MAX_FAILED = 10  # consecutive failed saves, and intervals of timed saves without a good one, after which a run stops
 # Temporary files that killed writers and downloads have left.
@@ -66,8 +66,8 @@ class Saves:
     def poll(self, step: int, is_special: bool) -> bool:
         """Return whether the ranks save now, after `step` updates: because they agreed on it, or the step is special.
 
-        Rank 0 first asks the ranks for a timed save if it is time for one, or to stop if saves keep failing. The ranks
-        agree on the request at a later step, see StopSignal.
+        Rank 0 first asks the ranks for a timed save if it is time for one, and to stop if saves keep failing. Several
+        ranks agree on such a request at a later step, see StopSignal.
         """
         if self.writer:  # rank 0 decides
             now_s = time.monotonic()
@@ -164,7 +164,7 @@ class Saves:
     def wait(self) -> None:
         """Wait on all ranks until no save is in flight.
 
-        The ranks communicate every second, so a save may take longer than their time-out. Each time status.json is
+        The ranks communicate every second, so a save may take longer than their time-out. Meanwhile status.json is
         renewed, so a slow disk does not look like a hang.
         """
         while self.ranks.any(self._is_writing()):

@@ -233,7 +233,8 @@ class StopSignal:
 
     def take_interrupt(self) -> bool:
         """Forget the last signal, and return whether it was Ctrl-C or SIGTERM: a scheduler may repeat its SIGUSR1."""
-        asked, self.asked = self.asked, 0
+        asked = self.asked
+        self.asked = 0
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
     def check(self) -> None:

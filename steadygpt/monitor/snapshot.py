@@ -119,11 +119,12 @@ def find_runs(top: Path) -> list[Path]:
 def other_runs(top: Path, folder: Path) -> dict[str, Snapshot]:
     """Return snapshots of the runs in `top` and below, by their path from there, without the one in `folder`."""
     snapshots = {}
-    for other in find_runs(top):
-        if other != folder:
+    for run_folder in find_runs(top):
+        if run_folder != folder:
             with suppress(OSError):
-                renewed_at_s = (other / STATUS).stat().st_mtime
-                snapshots[str(other.relative_to(top))] = Snapshot.take(other, read_status(other), renewed_at_s)
+                renewed_at_s = (run_folder / STATUS).stat().st_mtime
+                snapshot = Snapshot.take(run_folder, read_status(run_folder), renewed_at_s)
+                snapshots[str(run_folder.relative_to(top))] = snapshot
     return snapshots
 
 
