@@ -160,7 +160,7 @@ class StopSignal:
     Args:
         max_hours: counted from the start of this process, as a job's time limit is; 0: no limit.
         alive: is called by each check(), as a sign that the run makes progress.
-        checks_per_step: more than FEW ranks do not agree at each check, but at least once a step.
+        checks_per_step: number of checks in a step. More than FEW ranks agree at fewer of them, but once a step.
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
@@ -238,7 +238,9 @@ class StopSignal:
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
     def check(self) -> None:
-        """Stop if any rank was asked to; if there are several, before their last agreement. Every rank must call it.
+        """Stop if any rank was asked to. Every rank must call it.
+
+        With several ranks, reasons are exchanged at one check and take effect at the next one.
 
         Raises: Stopped, on all ranks together.
         """
