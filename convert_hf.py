@@ -28,7 +28,7 @@ from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import NAMED, WITHOUT_RUN, Weights, open_checkpoint
+from steadygpt.checkpoint.files import NAMED, WITHOUT_RUN, CheckpointContent, open_checkpoint
 from steadygpt.convert.families import FAMILIES, find_family, to_foreign, write_config
 from steadygpt.convert.weights import (
     SPECIAL_IDS,
@@ -154,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if target.suffix == ".pt" and options.dtype != "float32":
         raise UserError(f"--dtype is for a Hugging Face folder, and {target} is a checkpoint, in float32; drop it")
     if target.suffix == ".pt":
-        kept = (*Weights.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)  # without those of a run
+        # Without the fields of TrainState that only a run needs.
+        kept = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)
         content = {key: checkpoint[key] for key in kept} | WITHOUT_RUN
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

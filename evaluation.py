@@ -70,7 +70,7 @@ class Evaluation:
                 with self.plan.autocast():
                     scores, text = suite.scored(self.model, self.plan.ranks, self.stop.check)
                 self.log.evaluation(state.step, text, **scores)
-                self.saves.evaluated(state, scores, save)
+                self.saves.record_evaluation(state, scores, save)
         if due(config.sample_freq) and self.tokenizer:
             generator = torch.Generator(self.plan.ranks.device).manual_seed(config.seed + state.step)
             prompt = config.sample_prompt
@@ -88,7 +88,7 @@ class Evaluation:
                 for key, score in scores_of_set.items():
                     scores[f"{key}/{name}"] = score
         epochs = epochs_of_sources(self.plan.data, self.plan.launches, state.rows_consumed)
-        best = self.saves.evaluated(state, scores, save)
+        best = self.saves.record_evaluation(state, scores, save)
         text = validation_text(sets, best, epochs)
         band: dict[str, float] = {}
         warning = ""

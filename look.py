@@ -18,7 +18,7 @@ from hellaswag_eval import TOKENS_PER_BATCH
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan, trained_with
+from steadygpt.checkpoint.files import checkpoint_files, config_of, intact_checkpoints, open_checkpoint, scan
 from steadygpt.convert.weights import ModelOptions, load_model
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
@@ -148,7 +148,7 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
     if step < launches[0]["step"]:
         raise UserError(f"--step is {step:,}; expected {launches[0]['step']:,} or more, the first one of {path}")
     number = max(n for n, launch in enumerate(launches) if launch["step"] <= step)
-    launch, is_last, config = launches[number], number + 1 == len(launches), trained_with(launches[number])
+    launch, is_last, config = launches[number], number + 1 == len(launches), config_of(launches[number])
     streams, files = {}, dict[Shard, str]()
     for shards, rows, _ in recorded_sources(config, launch["sources"], step, checkpoint["data_fingerprint"]):
         streams[launch["sources"][shards.name][1]] = rows

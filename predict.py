@@ -24,8 +24,8 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
 from steadygpt.base.typed import read_json, typed
-from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, of_run
-from steadygpt.checkpoint.files import Launch, checkpoint_files, open_checkpoint, trained_with
+from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, scores_of_run
+from steadygpt.checkpoint.files import Launch, checkpoint_files, config_of, open_checkpoint
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
 from steadygpt.run.expected import LOSSES, Prediction, compared_options
@@ -90,7 +90,7 @@ def read_run(folder: Path) -> FinishedRun:
     last_step = checkpoint["step"]
     settings = []
     for launch in checkpoint["launches"]:
-        config = trained_with(launch)
+        config = config_of(launch)
         if not config.max_steps:  # --num_epochs decided
             config = replace(config, max_steps=last_step)
         settings.append(settings_of(config, launch))
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> FinishedRun:
     file = folder / EVALUATIONS
     evaluations = read_json(file, Evaluations, "restore the file") if file.exists() else {}
     losses = {}
-    for step, scores in of_run(evaluations, checkpoint["launches"]).items():
+    for step, scores in scores_of_run(evaluations, checkpoint["launches"]).items():
         loss = scores.get("val_loss")
         if loss is not None:
             losses[step] = typed(

@@ -22,7 +22,7 @@ import torch
 
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import BACKUP, LATEST, Launch, intact_checkpoints, no_checkpoints, scan, trained_with
+from steadygpt.checkpoint.files import BACKUP, LATEST, Launch, config_of, intact_checkpoints, no_checkpoints, scan
 from steadygpt.log.metrics import LOG, METRICS, LaunchLine, read_status, segments
 from steadygpt.machine.device import choose_device
 from steadygpt.machine.ranks import StopSignal
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reasons.append(changes)
     if replayed["how"]["commit"].endswith("+"):
         reasons.append("files have changed since the commit")
-    if not trained_with(launch).repeats_bits(device.type, ranks):
+    if not config_of(launch).repeats_bits(device.type, ranks):
         reasons.append("CUDA, or DDP on more than two processes, without --deterministic")
     comparison = Comparison(replayed["first_step"], is_exact=not reasons)
     for step in range(replayed["first_step"], last + 1):

@@ -233,7 +233,7 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
             # The save comes first, so that writing it overlaps the evaluation. A run that is resumed from this save
             # repeats the evaluation, because it may not have finished.
             tiers = run.plan.schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
-            if saves.is_due(state.step, is_special=is_last or bool(tiers)):
+            if saves.poll(state.step, is_special=is_last or bool(tiers)):
                 save(run)
             elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
                 run.capture.check_replicas()
@@ -302,7 +302,7 @@ def run_to_end(run: Run) -> int:
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
-    only_others_stop = status == "stopped" and run.guard.stop.is_for_others()
+    only_others_stop = status == "stopped" and run.guard.stop.only_other_machines_stop()
     saves.finish_uploads()
     if only_others_stop:  # else torchrun, and a loop around it, would take the run for finished here
         say(f"{reason} came to another machine; exit status {EXIT_RESTART}, so that torchrun starts this one again")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint, trained_with
+from steadygpt.checkpoint.files import LATEST, NAMED, config_of, find_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.checkpoint.uploads import Uploads
@@ -52,7 +52,7 @@ def upload_all(url: str, folder: Path) -> None:
         run = read_run(folder)
         if run.copied_from:
             raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
-        config = replace(trained_with(newest.checkpoint["launches"][-1]), checkpoint_dir=str(folder), **run.places)
+        config = replace(config_of(newest.checkpoint["launches"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.name)
         there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
         if there and there.saved_at > newest.checkpoint["saved_at"]:

@@ -26,8 +26,8 @@ import torch
 from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.durable import sha256_of
-from steadygpt.checkpoint.evaluations import of_run, read_evaluations
-from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, trained_with
+from steadygpt.checkpoint.evaluations import read_evaluations, scores_of_run
+from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, config_of
 from steadygpt.config import STORED, GPTConfig, TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import Shard
@@ -385,7 +385,7 @@ def alerts_of(monkeypatch) -> list[tuple[str, str]]:
 
 def options_in(path) -> TrainConfig:
     """Return the options that the last launch of the run of a checkpoint has trained with."""
-    return trained_with(load(path)["launches"][-1])
+    return config_of(load(path)["launches"][-1])
 
 
 def assert_same_state(one: dict, other: dict) -> None:
@@ -415,7 +415,7 @@ def scalars(folder) -> dict[str, dict[int, float]]:
 
 def evaluations(folder) -> dict[int, dict[str, float]]:
     """Return step -> scores of the steps that led to the latest checkpoint of a run."""
-    return of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["launches"])
+    return scores_of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["launches"])
 
 
 def metrics(folder, key: str) -> dict[int, float]:

@@ -216,7 +216,7 @@ def ask_on_node_0(reason: str, is_notice: bool) -> None:
         stop = StopSignal(ranks, 0)
         if ranks.is_main:
             stop.ask(reason)
-        assert stop.is_for_others() == (is_notice and not ranks.is_main)
+        assert stop.only_other_machines_stop() == (is_notice and not ranks.is_main)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Options, durable files, retries, progress: knows nothing of training."""
+"""Options, durable files, retries, progress; independent of training."""

@@ -1,4 +1,4 @@
-"""The limit of open files, and files that are not there."""
+"""The limit of open files, pointers of Git LFS, and paths that do not exist."""
 
 import os
 import resource
@@ -8,14 +8,14 @@ from steadygpt.base.options import UserError
 
 
 def most_open_files() -> int:
-    """Raise this process's limit of open files as far as the system lets it, but not above 2**16; return it."""
+    """Raise this process's limit of open files as far as the system allows, but not above 2**16; return the limit."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (2**16 if limit == resource.RLIM_INFINITY else min(2**16, limit) for limit in limits)
     if soft == most:
         return most
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    except (OSError, ValueError):  # macOS has a lower limit that it does not tell
+    except (OSError, ValueError):  # macOS has a lower limit that it does not report
         return soft
     return most
 

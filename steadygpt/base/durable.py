@@ -67,8 +67,8 @@ def write_temporary(
 class UncachedFile(io.FileIO):
     """A new file that bypasses the page cache (O_DIRECT) where the file system supports that; it is only appended to.
 
-    Writing gigabytes takes a fifth of the CPU time, and the training data stays in the cache. The next reader of the
-    file reads it from the disk.
+    Writing gigabytes takes a fifth of the CPU time that it takes through the cache, and the training data stays in the
+    cache. The next reader of the file must read it from the disk.
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
@@ -78,7 +78,8 @@ class UncachedFile(io.FileIO):
 
     def write(self, data) -> int:
         """Add `data` to the buffer, and write the buffer whenever it is full."""
-        rest = data = memoryview(data).cast("B")
+        data = memoryview(data).cast("B")
+        rest = data
         while rest:
             rest = rest[self.buffer.write(rest[: len(self.buffer) - self.buffer.tell()]) :]
             if self.buffer.tell() == len(self.buffer):
@@ -100,7 +101,8 @@ class UncachedFile(io.FileIO):
                 if not (self.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
                     raise
                 self._set_direct(False)  # the file system accepts the flag but not the write
-        self.buffer.seek(0)  # not after an error: close() writes again, and its OSError says more than torch.save's
+        # Not after an error: then close() writes the buffer again, and its OSError says more than torch.save's.
+        self.buffer.seek(0)
 
     def _set_direct(self, on: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0)  # missing on macOS
@@ -131,11 +133,11 @@ def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[bytes]
 
     Memory is bounded by two blocks.
     """
-    at = file.seek(0, os.SEEK_END)
-    first = b""  # line of the block after this one, which may begin here
-    while at:
-        size = min(at, block_bytes)
-        at = file.seek(at - size)
+    position = file.seek(0, os.SEEK_END)
+    first = b""  # first line of the block after this one; it may begin in this one
+    while position:
+        size = min(position, block_bytes)
+        position = file.seek(position - size)
         first, *lines = io.BytesIO(file.read(size) + first[:block_bytes]).readlines()
         yield from reversed(lines)
     if first:
@@ -149,7 +151,7 @@ def sha256_of(path: Path) -> str:
 
 
 def fsync(descriptor: int) -> None:
-    """Write a file or folder to the disk, on macOS also out of the disk's own cache, as os.fsync does elsewhere."""
+    """Write a file or folder to the disk. On macOS, os.fsync leaves it in the disk's own cache, so use F_FULLFSYNC."""
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS
         with suppress(OSError):  # the file system does not support it
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -158,7 +160,7 @@ def fsync(descriptor: int) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Write the names in `folder` to the disk, which the fsync of a file does not."""
+    """Write the names in `folder` to the disk, because the fsync of a file does not write its name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fsync(descriptor)
@@ -180,7 +182,7 @@ def _tell_of_names(folder: Path) -> None:
 
 
 def owner_of(path: Path) -> str:
-    """Return the name of the user to whom a file belongs, or the number."""
+    """Return the name of the user who owns a file, or the user's number."""
     try:
         return path.owner()
     except KeyError:
@@ -196,7 +198,7 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         file = open_to_write(lock, "a+")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-            return lock_folder(folder, advice)  # its last owner has removed it meanwhile
+            return lock_folder(folder, advice)  # the last owner of the lock has removed it meanwhile
         file.seek(0)
         if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(LOCK_BYTES)):
             raise UserError(f"{lock}: not the lock of a run; expected the number of a process. Move it away")
@@ -221,15 +223,15 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
             raise UserError(
                 f"{lock}: cannot be locked ({error.strerror}); mount this file system with locks, or use a local disk"
             ) from error
-        found = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
+        problem = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
         place = error.filename or folder
-        raise UserError(f"cannot write to {place}: {found}; expected a writable folder with free space") from error
+        raise UserError(f"cannot write to {place}: {problem}; expected a writable folder with free space") from error
     return file
 
 
 @contextmanager
 def locked(folder: Path, advice: str) -> Iterator[None]:
-    """Lock a folder inside, as lock_folder(); a UserError leaves no lock that was not there before."""
+    """Lock a folder inside, as lock_folder() does. After a UserError, remove a lock and a folder that are new."""
     is_new_folder = not folder.exists()
     is_new_lock = not os.path.lexists(folder / ".lock")
     with lock_folder(folder, advice):

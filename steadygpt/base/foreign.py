@@ -1,4 +1,4 @@
-"""Files of other programs: what they are, and what to type to go on."""
+"""Files of other programs: what they are, and what to do with them."""
 
 import re
 import shlex
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from steadygpt.base.opening import open_to_read
 
-ADAPTER = "adapter_config.json"  # makes a folder one of an adapter, whatever is beside it
-BEGINNING = 4096  # bytes of a file that are looked at
+ADAPTER = "adapter_config.json"  # a folder with this file is an adapter, whatever else it contains
+BEGINNING = 4096  # bytes of a file that are compared
 
 
 class Foreign(NamedTuple):
-    """A kind of file that another program writes. FILE and FOLDER in `advice` stand for its place."""
+    """A kind of file that another program writes. In `advice`, FILE and FOLDER stand for its path and its folder."""
 
-    what: str
+    description: str
     advice: str
-    name: str = ""  # a pattern of its whole name
-    begins: bytes = b""
+    name: str = ""  # pattern of the whole file name; "": any name
+    begins: bytes = b""  # first bytes of the file; b"": any
 
 
 MERGE = (
@@ -97,11 +97,11 @@ CONTENTS = {
 
 
 def what_it_is(path: Path) -> str:
-    """Return what a file or folder of another program is, and what to do with it; "" if it is none that we know."""
-    names = [path]
+    """Return what a file or folder of another program is, and what to do with it; "" if its kind is unknown."""
+    files = [path]
     if path.is_dir():
-        names = sorted(path.iterdir())
-    for file in names:
+        files = sorted(path.iterdir())
+    for file in files:
         beginning = b""
         if file.is_file():
             with open_to_read(file) as opened:
@@ -109,24 +109,24 @@ def what_it_is(path: Path) -> str:
         for kind in KINDS:
             is_named = bool(kind.name) and re.fullmatch(kind.name, file.name)
             if is_named or (kind.begins and beginning.startswith(kind.begins)):
-                name = f"{file.name} is " if path.is_dir() else ""
-                return f"{name}{kind.what}; {_filled(kind.advice, file)}"
+                subject = f"{file.name} is " if path.is_dir() else ""
+                return f"{subject}{kind.description}; {_filled(kind.advice, file)}"
     return ""
 
 
 def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
-    """Return what a file of torch.save with this content is, and what to do with it; "" if that is unknown."""
+    """Return what a file of torch.save with this content is, and what to do with it; "" if its kind is unknown."""
     names = [str(key) for key in content]
     for outer, inner in content.items():
         if isinstance(inner, Mapping):
             names += [f"{outer}.{key}" for key in inner]
-    for key, (what, advice) in CONTENTS.items():
+    for key, (description, advice) in CONTENTS.items():
         if any(f".{name}".endswith(f".{key}") for name in names):
-            return f"{what}; {_filled(advice, path)}"
+            return f"{description}; {_filled(advice, path)}"
     return ""
 
 
 def _filled(advice: str, file: Path) -> str:
-    """Put the place of a file into advice, quoted for a shell."""
+    """Replace FILE and FOLDER in an advice by the path of a file and its folder, quoted for a shell."""
     filled = re.sub(r"(?<!\w)FOLDER\b", lambda _: shlex.quote(str(file.parent)), advice)
     return re.sub(r"(?<!\w)FILE\b", lambda _: shlex.quote(str(file)), filled)

@@ -37,7 +37,7 @@ def open_to_read(path: Path, at_most: int | None = None) -> io.BufferedReader:
 
 
 def read_file(path: Path, at_most: int = LARGEST) -> bytes:
-    """Return the content of a regular file, as open_to_read()."""
+    """Return the content of a regular file, with the limit and the errors of open_to_read()."""
     with open_to_read(path, at_most) as file:
         return file.read()
 
@@ -49,7 +49,7 @@ def regular(path: Path) -> Path:
 
 
 def open_to_write(path: Path, mode: str) -> IO[Any]:
-    """Open a file as open() does, but through no link, whose target would be changed.
+    """Open a file as open() does, but not through a link, because writing would change the link's target.
 
     Raises: UserError for a pipe or a device; OSError as open() does, also for a link.
     """
@@ -73,5 +73,5 @@ def _regular(path: str, flags: int) -> int:
 
 
 def through_no_link(path: str, flags: int) -> int:
-    """Open a file to write: an `opener`."""
+    """Open a file for writing, but not through a link: an `opener` for open()."""
     return _regular(path, flags | os.O_NOFOLLOW)

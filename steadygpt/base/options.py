@@ -25,10 +25,10 @@ from steadygpt.base.text import printable
 
 Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
-REFUSED = "STEADYGPT_REFUSED"  # names a file that tells scripts/start_node.py of a UserError
+REFUSED = "STEADYGPT_REFUSED"  # names a file whose existence tells scripts/start_node.py of a UserError
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 NO_THREAD = "can't start new thread|Resource temporarily unavailable"
-PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # begins the rest of a URL, which may also begin with a server and a port
+PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # in a URL after ://, where a server and a port may stand instead
 SECRETS = re.compile(  # in URLs
     r"(://)[^\s@']+(?=@)|([?&][\w-]*(?:token|key|secret|sig|signature|pass|passwd|password|pwd|auth)=)[^&\s']+",
     re.IGNORECASE,
@@ -48,7 +48,7 @@ class RankError(UserError):
 
 
 class LostRankError(Exception):
-    """Another rank has ended or does not answer. Its own output says why, so this rank prints one line."""
+    """Another rank has ended or does not answer. That rank's output says why, so this rank prints one line."""
 
 
 class OptionError(UserError):
@@ -73,7 +73,7 @@ def option(
     spellings: Mapping[str, str] = {},  # other words for values of this option, such as other trainers'
     at_least: float = 0,  # bounds of numbers
     at_most: float = math.inf,
-    bare: str | None = None,  # the value of the flag without one (`--resume`)
+    bare: str | None = None,  # the value of a flag that is given without a value (`--resume`)
     positional: bool = False,  # an argument without a flag, though its aliases are flags; optional if it has a default
     secret: bool = False,  # kept out of everything that a run writes
     no_password: bool = False,  # refuse a URL with a password, which files and logs would show
@@ -84,7 +84,7 @@ def option(
 
 
 def options_of(options: Any) -> dict[str, dataclasses.Field]:
-    """Return the options of a dataclass, or of an object, by name; fields without metadata are none."""
+    """Return the options of a dataclass, or of an object, by name; fields without metadata are no options."""
     return {f.name: f for f in dataclasses.fields(options) if f.metadata}
 
 
@@ -101,13 +101,15 @@ def without_secrets(text: str) -> str:
 def check_options(options: Any) -> None:
     """Compare each value with the choices and bounds of its option; refuse passwords that a run would write."""
     for name, f in options_of(options).items():
-        value, about = getattr(options, name), f.metadata
-        if about["choices"] and value not in about["choices"]:
-            raise OptionError(name, repr(value), f"one of {', '.join(about['choices'])}")
-        if about["no_password"] and re.match(PASSWORD, value.partition("://")[2]):
+        value = getattr(options, name)
+        metadata = f.metadata
+        if metadata["choices"] and value not in metadata["choices"]:
+            raise OptionError(name, repr(value), f"one of {', '.join(metadata['choices'])}")
+        if metadata["no_password"] and re.match(PASSWORD, value.partition("://")[2]):
             log_in = "log in with AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or another setting of the store"
             raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
-        least, most = about["at_least"], about["at_most"]
+        least = metadata["at_least"]
+        most = metadata["at_most"]
         if type(value) in (int, float) and not (least <= value <= most and value < math.inf):
             raise OptionError(name, f"{value:,}", f"{least} or more" if most == math.inf else f"{least:,} to {most:,}")
 
@@ -133,7 +135,8 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
         print(f"SteadyGPT {version_text()}")
         sys.exit()
     for argument in argv:
-        if not argument.isascii() and "\\udc" in (shown := ascii(argument)):
+        shown = ascii(argument)
+        if not argument.isascii() and "\\udc" in shown:
             encoding = sys.getfilesystemencoding()
             raise UserError(
                 f"{shown}: not valid {encoding}; write it in this encoding, or rename the file, or set LC_ALL=C.UTF-8 "
@@ -142,7 +145,7 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)
     if any(f.metadata["positional"] for f in fields.values()):
-        # A word behind a switch is an argument of the command, unless it says on or off: --once FOLDER.
+        # A word after a switch is an argument of the command, unless it is on or off: --once FOLDER.
         switches = {f"--{name}" for name, f in fields.items() if kind_of(f) is bool}
         for i, (flag, word) in enumerate(itertools.pairwise(argv)):
             if flag in switches and word.lower() not in ON_OFF:
@@ -153,7 +156,7 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
     return vars(values)
 
 
-@cache  # a preset is read as flags too, and so is the preset that it names
+@cache  # used several times: a preset is read as flags too, and so is a preset that it names
 def _parser(options: type, description: str) -> argparse.ArgumentParser:
     fields = options_of(options)
     words = [name for name, f in fields.items() if f.metadata["positional"]]
@@ -162,22 +165,36 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
     cli.add_argument("--version", action="store_true", help="print the version and the commit, and exit")
     groups: dict[str, Any] = {}
     for name, f in fields.items():
-        about, kind = f.metadata, kind_of(f)
-        group = groups.setdefault(about["group"], cli.add_argument_group(about["group"]))  # --help omits empty ones
-        shown = {True: "on", False: "off", "": None}.get(f.default, f.default) if kind in (bool, str) else f.default
-        text = about["text"] + ("" if shown in (None, dataclasses.MISSING) else f" (default: {shown})")
+        metadata = f.metadata
+        kind = kind_of(f)
+        # --help omits the empty groups that this adds.
+        group = groups.setdefault(metadata["group"], cli.add_argument_group(metadata["group"]))
+        default = f.default
+        if kind in (bool, str):
+            default = {True: "on", False: "off", "": None}.get(default, default)
+        text = metadata["text"]
+        if default not in (None, dataclasses.MISSING):
+            text += f" (default: {default})"
         text = text.replace("%", "%%")
-        if about["positional"]:
+        if metadata["positional"]:
             group.add_argument(name, nargs=None if f.default is dataclasses.MISSING else "?", type=kind, help=text)
-        bare, typed = (True, "on|off") if kind is bool else (about["bare"], kind.__name__.upper())
-        for flag in (*([] if about["positional"] else [name]), *about["aliases"]):
+        if kind is bool:
+            bare = True
+            value_name = "on|off"
+        else:
+            bare = metadata["bare"]
+            value_name = kind.__name__.upper()
+        flags = [*metadata["aliases"]]
+        if not metadata["positional"]:
+            flags = [name, *flags]
+        for flag in flags:
             group.add_argument(
                 f"--{flag}" if len(flag) > 1 else f"-{flag}",
                 dest=name,
-                type=partial(_value, kind, about["spellings"]),
+                type=partial(_value, kind, metadata["spellings"]),
                 nargs=None if bare is None else "?",
                 const=bare,
-                metavar="|".join(about["choices"]) or typed,
+                metavar="|".join(metadata["choices"]) or value_name,
                 help=text if flag == name else argparse.SUPPRESS,
             )
         if kind is bool:
@@ -186,18 +203,25 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
 
 
 def _unknown_text(unknown: Sequence[str], options: type) -> str:
-    """Say of every unknown argument of a command line what to type instead."""
-    of_command = tomllib.loads(ELSEWHERE.read_text()).get(options.__name__, {})
-    elsewhere = {theirs: ours for ours, several in of_command.items() for theirs in several}
+    """Return, for every unknown argument of a command line, what to type instead."""
+    advice_of_flag: dict[str, str] = {}  # flag of another program -> advice
+    for advice, other_flags in tomllib.loads(ELSEWHERE.read_text()).get(options.__name__, {}).items():
+        advice_of_flag |= dict.fromkeys(other_flags, advice)
     problems = []
     for before, argument in itertools.pairwise(["", *unknown]):
-        word, is_flag = argument.partition("=")[0], argument.startswith("-")
+        word = argument.partition("=")[0]
+        is_flag = argument.startswith("-")
         if before.startswith("-") and "=" not in before and not is_flag:
             continue  # the value of an unknown flag
         name = word.lstrip("-").lower() if is_flag else ""
-        # 0.85: a typing mistake, or a letter more or less; below that names are alike by chance.
+        # 0.85: a typing mistake, or a letter more or less. Below that, names are similar by chance.
         close = difflib.get_close_matches(name, options_of(options), n=1, cutoff=0.85)
-        advice = elsewhere.get(name) or (f"did you mean --{close[0]}?" if close else "see --help")
+        if advice_of_flag.get(name):
+            advice = advice_of_flag[name]
+        elif close:
+            advice = f"did you mean --{close[0]}?"
+        else:
+            advice = "see --help"
         problems.append(f"unknown argument {word!r}; {advice}")
     return "; ".join(problems)
 
@@ -229,14 +253,15 @@ def run_cli(main: Callable[[], int | None]) -> None:
         setattr(sys, name, stream)
     try:
         status = main() or 0
-        sys.stdout.flush()  # here, because the last lines may find the pipe closed
+        sys.stdout.flush()  # here, because the pipe may be closed before the last lines
     except UserError as error:
         status = 2
         if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {without_secrets(printable(str(error)))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
-        if refused := os.environ.get(REFUSED):
+        refused = os.environ.get(REFUSED)
+        if refused:
             Path(refused).touch()
     except LostRankError as error:
         status = 1
@@ -251,8 +276,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
         status = 1
         if isinstance(error, OSError) and error.filename and error.errno in OF_PATHS:
             status = 2  # a path that a user gave: even Path.exists() raises these
-            found = printable(f"{error.filename}: {error.strerror}")
-            print(f"error: {found}; change its permissions, or give another path", file=sys.stderr)
+            problem = printable(f"{error.filename}: {error.strerror}")
+            print(f"error: {problem}; change its permissions, or give another path", file=sys.stderr)
         elif isinstance(error, RuntimeError | BlockingIOError) and re.search(NO_THREAD, str(error)):
             advice = "raise it (ulimit -u, or the pids limit of the container), or end others"
             print(f"error: the limit of threads and processes is reached; {advice}", file=sys.stderr)

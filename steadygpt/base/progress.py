@@ -25,7 +25,11 @@ def say(text: str) -> None:
 class ProgressBar(tqdm):
     """tqdm's bar on stderr."""
 
-    is_terminal, disable, n, initial = False, True, 0, 0  # until __init__() has run, which Ctrl-C may interrupt
+    # Values for close(), in case Ctrl-C interrupts __init__().
+    is_terminal = False
+    disable = True
+    n = 0
+    initial = 0
 
     def __init__(self, *, desc: str, total: float | None, unit: str, **options: Any):
         self.is_terminal = sys.stderr.isatty()
@@ -33,7 +37,7 @@ class ProgressBar(tqdm):
             options |= {"bar_format": LOG_FORMAT if total else None, "smoothing": 0}  # 0: the rate is the average
         elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # a terminal without a size, as in some containers
             options |= {"ncols": 80}
-        # miniters: otherwise tqdm counts updates instead of looking at the clock, and is silent when they slow down.
+        # Without miniters, tqdm counts updates instead of looking at the clock, and shows nothing when they slow down.
         options |= {"miniters": 1, "dynamic_ncols": "ncols" not in options, "desc": printable(desc)}
         super().__init__(total=total, unit=unit, unit_scale=unit in ("B", " tokens"), **options)
 
@@ -42,10 +46,10 @@ class ProgressBar(tqdm):
             super().display(msg, pos)
         elif self.n > self.initial and self._time() >= self.start_t + self.delay:
             print(self, file=sys.stderr, flush=True)
-            self.mininterval = LOG_INTERVAL_S  # from the first line on, which comes with the first amount
+            self.mininterval = LOG_INTERVAL_S  # only after the first line, which comes with the first amount
 
     def close(self) -> None:
         if not (self.is_terminal or self.disable):
             self.display()
-            self.disable = True  # tqdm would clear a line of the terminal
+            self.disable = True  # otherwise tqdm would clear a line of the terminal
         super().close()

@@ -10,13 +10,13 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 Result = TypeVar("Result")
-# How long a request is repeated without an answer: in a run with several ranks, the others wait 30 minutes.
+# A request without an answer is repeated for this long. In a run with several ranks, the other ranks wait 30 minutes.
 PATIENCE_S = 25 * 60.0
-FIRST_PATIENCE_S = 6.0  # until the service has answered once; perhaps there is no network
+FIRST_PATIENCE_S = 6.0  # the same until the service has answered once, because there may be no network
 LONGEST_PAUSE_S = 60.0
 SILENCE_S = 20  # a connection without data for this long is closed
 
-# Errors are recognized by the names of their classes and libraries, because importing those takes a second.
+# Errors are recognized by the names of their classes and libraries, because importing the libraries takes a second.
 LIBRARIES = {"httpx", "httpx2", "httpcore", "requests", "aiohttp"}
 PASSING = {"ConnectionError", "TimeoutError", "gaierror", "HTTPClientError", "IncompleteReadError", "TransportError"}
 PASSING |= {"ChecksumError", "FlexibleChecksumError"}
@@ -31,18 +31,23 @@ class Service:
     """A service on the network, and whether it has answered this process yet.
 
     Args:
-        explain: returns the UserError for a request, by its description, and an error that a retry cannot help.
+        explain: returns the UserError for the name of a request and an error that a retry cannot help.
     """
 
     def __init__(self, explain: Callable[[object, Exception], UserError]):
-        self.explain, self.answered = explain, False
+        self.explain = explain
+        self.answered = False
 
-    def persistently(self, what: object, action: Callable[[], Result]) -> Result:
+    def persistently(self, name: object, action: Callable[[], Result]) -> Result:
         """Return action(), retried while it fails because of the network, with growing pauses; each retry is reported.
 
-        Raises: UserError that names `what`, when a retry cannot help; an OSError of this machine, such as a full disk.
+        Args:
+            name: of what is requested, for messages.
+
+        Raises: UserError when a retry cannot help; an OSError of this machine, such as a full disk.
         """
-        pause_s, since = 1.0, monotonic()
+        pause_s = 1.0
+        begun_s = monotonic()
         while True:
             try:
                 result = action()
@@ -53,21 +58,23 @@ class Service:
                 if cause is None:
                     if isinstance(error, UserError) or is_local(error):
                         raise
-                    raise self.explain(what, error) from error
+                    raise self.explain(name, error) from error
                 self.answered |= status_of(cause) != 0
-                if monotonic() - since >= (PATIENCE_S if self.answered else FIRST_PATIENCE_S):
+                patience_s = PATIENCE_S if self.answered else FIRST_PATIENCE_S
+                if monotonic() - begun_s >= patience_s:
                     advice = "check the network, then run this again"
-                    raise NoAnswer(f"{what}: no answer ({brief(cause)}); {advice}") from error
+                    raise NoAnswer(f"{name}: no answer ({brief(cause)}); {advice}") from error
                 wait_s = max(pause_s, min(asked_pause_s(cause), PATIENCE_S))
-                say(f"{what}: {brief(cause)}; retrying in {wait_s:.0f} s")
+                say(f"{name}: {brief(cause)}; retrying in {wait_s:.0f} s")
                 sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def passing_cause(error: BaseException | None) -> BaseException | None:
-    """Return the error, or what caused it, if it may pass: a lost connection, a server error, too many requests."""
+    """Return the error or its cause if a retry may help: a lost connection, a server error, too many requests."""
     while error is not None and not HOPELESS & kinds(error):
-        if status := status_of(error):
+        status = status_of(error)
+        if status:
             return error if status in (408, 425, 429) or status >= 500 else None
         if _is_passing(error):
             return error
@@ -79,7 +86,7 @@ def passing_cause(error: BaseException | None) -> BaseException | None:
 
 def is_local(error: BaseException) -> bool:
     """Return whether an error is this machine's, such as a full disk."""
-    # s3fs raises an OSError with errno because of a status.
+    # s3fs raises an OSError with an errno also for the status of a response.
     is_remote = _is_passing(error) or status_of(error) or (error.__cause__ and status_of(error.__cause__))
     return isinstance(error, OSError) and error.errno is not None and not is_remote
 
@@ -100,9 +107,12 @@ def status_of(error: BaseException) -> int:
         timed_out = response.get("Error", {}).get("Code") == "RequestTimeout"  # S3 sends it with status 400
         return 408 if timed_out else response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     # Of httpx and requests; aiohttp; azure; gcsfs.
-    found = [getattr(response, "status_code", 0), *(getattr(error, key, 0) for key in ("status", "status_code"))]
-    found.append(getattr(error, "code", 0) if "HttpError" in kinds(error) else 0)
-    return next((int(status) for status in found if status and str(status).isdigit()), 0)
+    statuses = [getattr(response, "status_code", 0), *(getattr(error, key, 0) for key in ("status", "status_code"))]
+    statuses.append(getattr(error, "code", 0) if "HttpError" in kinds(error) else 0)
+    for status in statuses:
+        if status and str(status).isdigit():
+            return int(status)
+    return 0
 
 
 def asked_pause_s(error: BaseException) -> float:
@@ -118,7 +128,9 @@ def asked_pause_s(error: BaseException) -> float:
 
 def brief(error: BaseException) -> str:
     """Return an error in a few words."""
-    if status := status_of(error):
-        return f"HTTP {status} {HTTPStatus(status).phrase if status in set(HTTPStatus) else ''}".rstrip()
+    status = status_of(error)
+    if status:
+        phrase = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
+        return f"HTTP {status} {phrase}".rstrip()
     line = textwrap.shorten(str(error), 120, placeholder=" ...")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

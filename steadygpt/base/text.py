@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
 
-# How a text of UTF-32, UTF-16 or UTF-8 may begin, in this order, for its mark.
+# Byte-order marks at the beginning of texts. UTF-32 comes first, because its mark may begin with that of UTF-16.
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 
@@ -61,7 +61,10 @@ def bytes_text(count: float) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, which is plural except after 1."""
-    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'batch')) else 's'}" if count != 1 else f"1 {noun}"
+    if count == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("s", "batch")) else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def some(texts: Sequence[str], noun: str, most: int = 8) -> list[str]:

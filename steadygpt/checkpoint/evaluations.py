@@ -1,7 +1,7 @@
-"""evaluations.json in a run's folder: what each evaluation found.
+"""evaluations.json in a run's folder: the scores of each evaluation.
 
-An evaluation belongs to weights, which are known by their step and the launch that took it. A run that goes back to an
-older checkpoint keeps the evaluations of the steps that it undoes, because files of those steps may be kept too.
+An evaluation belongs to weights, which are identified by their step and by the launch that took this step. A run that
+goes back to an older checkpoint keeps the evaluations of the steps that it undoes, because their files may be kept too.
 """
 
 import json
@@ -19,13 +19,13 @@ from steadygpt.base.typed import parse_json
 EVALUATIONS = "evaluations.json"
 LaunchId = Annotated[str, "[0-9a-f]{16}"]
 Scores = dict[str, Annotated[float, -100] | None]  # such as val_loss; CORE may be below 0; None: not finite
-Evaluations = dict[LaunchId, dict[int, Scores]]  # see origin(); of each step
+Evaluations = dict[LaunchId, dict[int, Scores]]  # launch, see origin() -> step -> scores
 
 
 def origin(launches: Sequence[Mapping[str, Any]], step: int) -> str:
     """Return the id of the launch that computed the weights of a step: the last one that began before it.
 
-    The weights of the run's first step are those of its first launch. Without launches, of converted weights, it is "".
+    The weights of the run's first step are those of its first launch. Converted weights have no launches: "".
     """
     if not launches:
         return ""
@@ -33,26 +33,28 @@ def origin(launches: Sequence[Mapping[str, Any]], step: int) -> str:
     return launches[max(0, began_before - 1)]["id"]
 
 
-def of_run(evaluations: Evaluations, launches: Sequence[Mapping[str, Any]]) -> dict[int, Scores]:
-    """Return step -> scores of the steps that led to the last one of these launches, and of its own, ascending."""
-    steps = sorted({step for of_start in evaluations.values() for step in of_start})
-    found = {}
-    for step in steps:
+def scores_of_run(evaluations: Evaluations, launches: Sequence[Mapping[str, Any]]) -> dict[int, Scores]:
+    """Return step -> scores, ascending, of the steps that led to the last of these launches and of its own steps."""
+    steps: set[int] = set()
+    for scores_by_step in evaluations.values():
+        steps.update(scores_by_step)
+    scores_of_steps = {}
+    for step in sorted(steps):
         scores = evaluations.get(origin(launches, step), {}).get(step)
         if scores is not None:
-            found[step] = scores
-    return found
+            scores_of_steps[step] = scores
+    return scores_of_steps
 
 
 def every_score(evaluations: Evaluations) -> Iterator[tuple[int, Scores]]:
     """Yield the step and the scores of all evaluations."""
-    for of_start in evaluations.values():
-        yield from of_start.items()
+    for scores_by_step in evaluations.values():
+        yield from scores_by_step.items()
 
 
-def merged(evaluations: Evaluations, others: Evaluations) -> Evaluations:
-    """Return the evaluations of both; of one that both have, that of `others`."""
-    return {start: evaluations.get(start, {}) | others.get(start, {}) for start in evaluations | others}
+def merged(evaluations: Evaluations, preferred: Evaluations) -> Evaluations:
+    """Return all evaluations of the two. Where both have scores of a step, they are those of `preferred`."""
+    return {launch: evaluations.get(launch, {}) | preferred.get(launch, {}) for launch in evaluations | preferred}
 
 
 def content_of(evaluations: Evaluations) -> bytes:
@@ -61,7 +63,7 @@ def content_of(evaluations: Evaluations) -> bytes:
 
 
 def parse_evaluations(content: bytes, name: object) -> Evaluations:
-    """Return the content of an evaluations.json, or {} with a warning if it does not fit."""
+    """Return the evaluations in the content of an evaluations.json, or {} with a warning if it is not valid."""
     advice = "its validation losses are ignored"
     try:
         evaluations = parse_json(content, Evaluations, name, advice)

@@ -41,19 +41,19 @@ from steadygpt.machine.host import process_age_s
 
 FORMAT_VERSION = 5
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
-NAMED = {"best": BEST, "stable": STABLE}  # what commands take besides latest and files
+NAMED = {"best": BEST, "stable": STABLE}  # words that commands accept besides latest and names of files
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
 MOST_PARTS = 2**12  # of a tuple
-LARGEST_PICKLE = 2**26  # bytes of what a file holds besides tensors, such as a tokenizer.json
-CONTAINERS = (b"}", b"]", b")")  # the codes that make an empty one; a text may have these bytes too
+LARGEST_PICKLE = 2**26  # bytes of a file's content besides tensors, such as a tokenizer.json
+CONTAINERS = (b"}", b"]", b")")  # pickle codes of an empty dict, list and tuple; texts may contain these bytes too
 MOST_CONTAINERS = 2**22
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
-# What the first launch decides where the options leave it open. With --deterministic also mini_batch_size.
+# Options that the first launch decides if the user leaves them open. With --deterministic also mini_batch_size.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
-# What weights hold that no run can resume from.
+# Fields of weights without a run, from which no run can resume.
 WITHOUT_RUN = {
     "optimizer": {},
     "scaler": {},
@@ -73,15 +73,15 @@ class FirstStep(TypedDict):
 
 
 class Launch(FirstStep):
-    """What one launch of a run trained on, and how."""
+    """The data, the options and the machine of one launch of a run."""
 
     row: Count  # of the first step
-    options: dict[str, Any]  # of STORED, as they were asked for
-    decisions: dict[str, Any]  # the values of DECIDED that hold in their place
+    options: dict[str, Any]  # of STORED, as the user set them
+    decisions: dict[str, Any]  # the values of DECIDED that replace them
     sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
-    val_sets: dict[str, tuple[str, str]]  # the same; the first one stays the first one
+    val_sets: dict[str, tuple[str, str]]  # the same; the first one, which tells the best model, stays the first
     shares: dict[str, Count]  # identity -> rows of BLOCK_ROWS
-    given: dict[str, Count]  # identity -> rows of the source before this launch, also of sources that now give none
+    given: dict[str, Count]  # identity -> rows taken from a source before this launch, also if it now gives none
     ranks: Annotated[int, 1, 2**20]
     threads: Annotated[int, 1, 2**12]
     device: str
@@ -89,7 +89,7 @@ class Launch(FirstStep):
     commit: str
 
 
-class Weights(TypedDict):
+class CheckpointContent(TypedDict):
     """The content of a checkpoint, besides TrainState and TokenizerRecord."""
 
     format_version: Format
@@ -105,8 +105,8 @@ class Weights(TypedDict):
     digests: dict[str, int]  # of the weights and the optimizer's state on the device that trained them
 
 
-def trained_with(entry: Launch) -> TrainConfig:
-    """Return the configuration that a launch trained with, but for what belongs to a launch or a place."""
+def config_of(entry: Launch) -> TrainConfig:
+    """Return the configuration that a launch trained with; options for one launch or one place have their defaults."""
     return TrainConfig(**entry["options"] | entry["decisions"])
 
 
@@ -130,8 +130,11 @@ class TrainState:
 
 def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return weights and optimizer state by name; a tied head is one tensor under two names."""
-    state = checkpoint["optimizer"].items()
-    return checkpoint["model"] | {f"{name}.{kind}": t for name, kept in state for kind, t in kept.items()}
+    tensors = dict(checkpoint["model"])
+    for name, state in checkpoint["optimizer"].items():
+        for kind, tensor in state.items():
+            tensors[f"{name}.{kind}"] = tensor
+    return tensors
 
 
 def check_numbers(checkpoint: Mapping[str, Any]) -> None:
@@ -147,24 +150,34 @@ def check_numbers(checkpoint: Mapping[str, Any]) -> None:
             raise UserError(f"{name} has a negative number")
 
 
-def check_tensors(checkpoint: dict, source: object, model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a checkpoint has the weights of a model and the state that its optimizer keeps, see state_shapes()."""
-    found = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named_tensors(checkpoint).items()}
+def check_tensors(
+    checkpoint: dict, source: object, model: nn.Module, optimizer_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that a checkpoint has the weights of a model and the state of its optimizer.
+
+    Args:
+        source: the name of the checkpoint, for errors.
+        optimizer_shapes: see state_shapes().
+    """
+    saved = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named_tensors(checkpoint).items()}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    if len(found) > len(checkpoint["model"]):  # otherwise it is older than the first update
-        # --allow_changes may have changed muon_beta2.
-        shapes |= {name: shape for name, shape in kept.items() if name in found or "mean_squares" not in name}
-    for name in sorted(found.keys() | shapes.keys()):
-        wanted = f"{shapes[name]} torch.float32" if name in shapes else "no such tensor"
-        if found.setdefault(name, "missing") != wanted:
-            raise UserError(f"{source}: {name} is {found[name]}; expected {wanted}. Try another checkpoint")
+    if len(saved) > len(checkpoint["model"]):  # otherwise it is older than the first update
+        for name, shape in optimizer_shapes.items():
+            # A checkpoint may lack mean squares, because --allow_changes may have changed muon_beta2.
+            if name in saved or "mean_squares" not in name:
+                shapes[name] = shape
+    for name in sorted(saved.keys() | shapes.keys()):
+        expected = f"{shapes[name]} torch.float32" if name in shapes else "no such tensor"
+        actual = saved.get(name, "missing")
+        if actual != expected:
+            raise UserError(f"{source}: {name} is {actual}; expected {expected}. Try another checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What puts checkpoints in order, and what tables and mirrors show of them."""
+    """The fields of a checkpoint that put it in order, and those that tables and mirrors show."""
 
-    saved_at: Annotated[float, 0, 2**40]  # less than Weights allow, so that there is room for later ones
+    saved_at: Annotated[float, 0, 2**40]  # at most half of what CheckpointContent allows, so that later ones fit
     step: Count
     origin: str = ""  # the id of the launch that took the step, see evaluations.origin()
     epoch: Loss | None = None
@@ -174,56 +187,66 @@ class Head:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Return what is larger for the newer of two checkpoints, and the same for copies of one save."""
+        """Return a key that is larger for the newer of two checkpoints, and equal for copies of one save."""
         return self.saved_at, self.step
 
 
 class File(NamedTuple):
-    """A name of a checkpoint in a folder."""
+    """One name of a checkpoint in a folder; a save may have several."""
 
     path: Path
     head: Head | None  # None: it cannot be read
-    problem: str  # why not, or ""
+    problem: str  # why it cannot be read, or ""
     inode: int = 0
     size: int = 0  # in bytes
 
     @property
     def order(self) -> tuple[float, int]:
-        """Return that of its head, or less than all others if it cannot be read."""
+        """Return Head.order; it is smaller than all others if the head cannot be read."""
         return self.head.order if self.head else (0.0, -1)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the names of all checkpoints in a folder, without opening them."""
+    """Return the paths of all checkpoints in a folder, without opening them."""
     files = [folder / LATEST, folder / STABLE, *folder.glob("rolling_step_*.pt")]
     files += [folder / BACKUP, *folder.glob("epoch_*.pt"), folder / BEST]
     return [file for file in files if os.path.lexists(file)]  # a link to nothing is a damaged checkpoint
 
 
 def scan(folder: Path) -> list[File]:
-    """Return all names of checkpoints in a folder, newest first by what each file contains; its date says nothing.
+    """Return all names of checkpoints in a folder, newest first by their content; the dates of files are ignored.
 
-    A file without a readable head may be newer than all others. Where latest.pt has one, it comes after that, because
-    every save replaces latest.pt. Names of one save are in the order of checkpoint_files().
+    A file without a readable head may be newer than all others. But if latest.pt has a readable head, such a file comes
+    after latest.pt, because every save replaces latest.pt. Names of one save are in the order of checkpoint_files().
     """
     files = []
+    latest_order: tuple[float, int] = (math.inf, 0)
     for path in checkpoint_files(folder):
-        head, problem, inode, size = None, "", 0, 0
+        head = None
+        problem = ""
+        inode = 0
+        size = 0
         try:
             stat = path.stat()
-            inode, size = stat.st_ino, stat.st_size
+            inode = stat.st_ino
+            size = stat.st_size
             head = _head(path, stat.st_dev, inode, size, stat.st_mtime_ns)
         except (UserError, OSError) as error:
             if not os.path.lexists(path):  # training has deleted it meanwhile
                 continue
             problem = str(error).removeprefix(f"{path}: ")
+        if head and path.name == LATEST:
+            latest_order = head.order
         files.append(File(path, head, problem, inode, size))
-    latest = next((file.order for file in files if file.head and file.path.name == LATEST), (math.inf, 0))
-    return sorted(files, key=lambda file: (file.order if file.head else latest, bool(file.head)), reverse=True)
+    return sorted(files, key=lambda file: (file.order if file.head else latest_order, bool(file.head)), reverse=True)
 
 
 def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int) -> list[str]:
-    """Return the names of rolling checkpoints and epochs that are not among the newest of so many; 0 keeps all."""
+    """Return the names of all but the `keep` newest rolling checkpoints and `keep_epochs` newest epochs; 0 keeps all.
+
+    Args:
+        orders: Head.order of each checkpoint, by name.
+    """
     names: list[str] = []
     for tier, count in {"rolling": keep, "epoch": keep_epochs}.items():
         newest_first = sorted((name for name in orders if name.startswith(tier)), key=orders.__getitem__, reverse=True)
@@ -233,29 +256,36 @@ def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int
 
 def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
-    there = [(file.order, file.path.parent) for subfolder in folder.glob("*/") for file in scan(subfolder)]
-    found = f"--checkpoint_dir {max(there)[1]}" if there else "another --checkpoint_dir"
-    return UserError(f"no checkpoints in {folder}; try {found}")
+    orders_below = []
+    for subfolder in folder.glob("*/"):
+        orders_below += [(file.order, file.path.parent) for file in scan(subfolder)]
+    if orders_below:
+        _, newest_folder = max(orders_below)
+        advice = f"--checkpoint_dir {newest_folder}"
+    else:
+        advice = "another --checkpoint_dir"
+    return UserError(f"no checkpoints in {folder}; try {advice}")
 
 
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
     """Check that a run may write its checkpoints into a folder."""
-    there = checkpoint_files(folder)
-    if there and (resumed_from is None or not resumed_from.parent.samefile(folder)):
+    has_checkpoints = bool(checkpoint_files(folder))
+    if has_checkpoints and (resumed_from is None or not resumed_from.parent.samefile(folder)):
         advice = "resume from them with --resume latest, or use another --checkpoint_dir"
         raise UserError(f"{folder} already holds checkpoints; {advice}")
 
 
 def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N", a file or a folder."""
-    if number := re.fullmatch(r"average:([1-9]\d{0,5})", which):
-        return folder / which, average(folder, int(number[1]))
-    found = find_checkpoint(which, folder)
-    for line in found.damaged.values():
+    match = re.fullmatch(r"average:([1-9]\d{0,5})", which)
+    if match:
+        return folder / which, average(folder, int(match[1]))
+    selected = find_checkpoint(which, folder)
+    for line in selected.damaged.values():
         say(f"warning: skipped {line}")
-    if not (found.path and found.checkpoint):  # which only "auto" accepts
+    if not (selected.path and selected.checkpoint):  # only "auto" accepts that there is none
         raise no_checkpoints(folder)
-    return found.path, found.checkpoint
+    return selected.path, selected.checkpoint
 
 
 def average(folder: Path, count: int) -> dict:
@@ -263,8 +293,8 @@ def average(folder: Path, count: int) -> dict:
     rolling = (file for file in scan(folder) if file.path.name.startswith("rolling"))
     contents = [content for _, content in islice(intact_checkpoints(rolling), count)]
     if len(contents) < count:
-        found = f"found {len(contents)} intact rolling checkpoints in {folder}"
-        raise UserError(f"average:{count}: {found}, expected {count}; give a smaller number")
+        problem = f"found {len(contents)} intact rolling checkpoints in {folder}"
+        raise UserError(f"average:{count}: {problem}, expected {count}; give a smaller number")
     names = contents[0]["model"]
     model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
     if contents[0]["model_config"]["tied_head"]:
@@ -273,7 +303,7 @@ def average(folder: Path, count: int) -> dict:
 
 
 def intact_checkpoints(files: Iterable[File]) -> Iterator[tuple[Path, dict]]:
-    """Yield each intact save once, of whatever names. Skipped files are named on stderr."""
+    """Yield each intact save once, however many names it has. Skipped files are reported on stderr."""
     seen = set()
     for file in files:
         if file.order in seen:
@@ -297,15 +327,15 @@ class Unreadable(UserError):
 
 
 class _Parts(tuple):
-    """A tuple of a pickle, and how many parts it stands for: those of a tuple that it holds twice count twice."""
+    """A tuple of a pickle, and the number of its parts; the parts of a tuple that it contains twice count twice."""
 
     size = 1
 
 
 def _bounded(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a step of an unpickler that makes a tuple, with a limit to its parts.
+    """Return an unpickler's method that loads a tuple, with a limit to the tuple's parts.
 
-    A key is hashed part by part, and a thousand bytes can stand for a tuple of 2**60 parts.
+    A thousand bytes can describe a tuple of 2**60 parts. As a key, it would be hashed part by part.
     """
 
     def load_tuple(self: Any) -> None:
@@ -320,9 +350,9 @@ def _bounded(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _Plain(pickle._Unpickler):
-    """Puts an empty dictionary in the place of each tensor, and of all else that would run code of the file.
+    """An unpickler that replaces each tensor, and all else that would run code of the file, by an empty dictionary.
 
-    In Python, because pickle's C code lets five bytes of a file allocate 64 GB (Python 3.13).
+    It extends pickle's Python code, because pickle's C code lets five bytes of a file allocate 64 GB (Python 3.13).
     """
 
     def find_class(self, module: str, name: str) -> type:
@@ -350,7 +380,7 @@ def read_head(path: Path) -> Head:
     return replace(head, origin=origin(lineage["launches"], head.step))
 
 
-# Reads a file only once, because thousands of files take seconds.
+# Each file is read only once, because thousands of files take seconds.
 _head = lru_cache(maxsize=2**14)(lambda path, *identity: read_head(path))
 
 
@@ -361,7 +391,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
     """
     try:
         with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
-            [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            [name] = [member_name for member_name in archive.namelist() if member_name.endswith("/data.pkl")]
             member = archive.getinfo(name)
             if member.file_size > LARGEST_PICKLE or member.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{name} is compressed, or larger than {bytes_text(LARGEST_PICKLE)}")
@@ -371,20 +401,21 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
             plain = _Plain(io.BytesIO(pickled)).load()
             if only_plain:
                 return plain
-            if bad := archive.testzip():  # torch.load does not verify the checksums
-                raise zipfile.BadZipFile(f"checksum of record {bad}")
+            corrupt_record = archive.testzip()  # because torch.load does not verify the checksums
+            if corrupt_record:
+                raise zipfile.BadZipFile(f"checksum of record {corrupt_record}")
         return torch.load(regular(path), map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact
         cause = error.__context__ if isinstance(error, zipfile.BadZipFile) else error  # zipfile replaces an OSError
-        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # which a wrong offset in the file causes
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # EINVAL comes from a wrong offset in the file
             problem = f"{path}: cannot be read ({cause.strerror or cause})"
             raise Unreadable(f"{problem}; fix the disk or the permissions, or give an older file") from error
-        is_code = isinstance(error, pickle.UnpicklingError)
-        reason = (
-            "more than tensors and plain types" if is_code else str(error).partition("\n")[0] or type(error).__name__
-        )
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "more than tensors and plain types"
+        else:
+            reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
 
 
@@ -393,39 +424,40 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     if isinstance(content, dict) and "format_version" not in content:
         raise UserError(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
     read = partial(typed, content, name=path, advice=ADVICE)
-    found = read(Weights) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
-    shape = typed(found["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
-    if unknown := found["model_config"].keys() - vars(shape).keys():
+    checkpoint = read(CheckpointContent) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
+    model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
+    unknown = checkpoint["model_config"].keys() - vars(model_config).keys()
+    if unknown:
         raise UserError(f"{path}: model_config has {min(unknown)!r}, unknown to this version; update SteadyGPT")
-    found["model_config"] = vars(shape)
+    checkpoint["model_config"] = vars(model_config)
     try:
-        shape.check_shape()
-        check_numbers(found)
-        check_digests(named_tensors(found), found["digests"])
+        model_config.check_shape()
+        check_numbers(checkpoint)
+        check_digests(named_tensors(checkpoint), checkpoint["digests"])
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
-    rows = found["rows_consumed"]
+    rows = checkpoint["rows_consumed"]
     expected = rows
-    for entry in found["launches"]:
+    for entry in checkpoint["launches"]:
         name = f"{path}: options at step {entry['step']:,}"
         # Options that were added since the file was written have their defaults.
         asked = typed(entry["options"], TrainConfig, name, ADVICE)
         config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
         entry["options"] = {name: getattr(asked, name) for name in STORED}
         entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
-        expected = entry["row"] + (found["step"] - entry["step"]) * config.rows_per_step
+        expected = entry["row"] + (checkpoint["step"] - entry["step"]) * config.rows_per_step
     if rows != expected:
         raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and launches; {ADVICE}")
-    return found
+    return checkpoint
 
 
 @dataclass(frozen=True)
 class Found:
     """The checkpoint that --resume or a command asks for."""
 
-    path: Path | None = None  # None: there is none
+    path: Path | None = None  # None: there is no checkpoint
     checkpoint: dict | None = None
-    damaged: dict[Path, str] = field(default_factory=dict)  # files that were skipped: why
+    damaged: dict[Path, str] = field(default_factory=dict)  # skipped file -> a line that says why
     skipped: Sequence[str] = ()  # lines about the mirror
     downloaded: Path | None = None  # from the mirror, under another name than `path`
 
@@ -436,7 +468,8 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     The name of another folder means its latest checkpoint. Only "auto" accepts that there is none.
     """
     if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():
-        which, folder = "latest", Path(which)
+        folder = Path(which)
+        which = "latest"
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))

@@ -15,38 +15,52 @@ from steadygpt.machine.ranks import Ranks
 
 
 def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Set each parameter of the bare model on every rank to `weight(name)`, which rank 0 calls in their order."""
+    """Set each parameter of the bare model, in their order, to weight(name), which only rank 0 calls."""
     for name, parameter in model.named_parameters():
-        _send(weight(name) if ranks.is_main else None, parameter.detach(), ranks)
+        _copy_from_main(weight(name) if ranks.is_main else None, parameter.detach(), ranks)
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict, ranks: Ranks) -> None:
-    """Load a checkpoint's "optimizer", needed on rank 0 only; options such as weight decay keep their values."""
-    shapes = ranks.broadcast({name: {kind: t.shape for kind, t in kept.items()} for name, kept in saved.items()})
+    """Load the optimizer state of a checkpoint; options such as weight decay keep their values.
+
+    Args:
+        saved: the checkpoint's "optimizer", needed on rank 0 only.
+    """
+    saved_shapes = {}
+    for name, state in saved.items():
+        saved_shapes[name] = {kind: tensor.shape for kind, tensor in state.items()}
+    shapes = ranks.broadcast(saved_shapes)
     for name, parameter in model.named_parameters():
         for kind, shape in shapes.get(name, {}).items():
             # A moment is sharded like its parameter; the number of steps is a scalar.
             like = parameter.detach() if shape == parameter.shape else torch.empty(shape, device=parameter.device)
-            target = optimizer.state[parameter][kind] = torch.empty_like(like, dtype=torch.float32)
-            _send(saved[name][kind] if ranks.is_main else None, target, ranks)
+            target = torch.empty_like(like, dtype=torch.float32)
+            optimizer.state[parameter][kind] = target
+            _copy_from_main(saved[name][kind] if ranks.is_main else None, target, ranks)
 
 
-def _send(whole: Tensor | None, target: Tensor, ranks: Ranks) -> None:
-    """Copy rank 0's whole tensor, or each rank's shard of it, into `target` on every rank."""
-    if whole is None:
+def _copy_from_main(source: Tensor | None, target: Tensor, ranks: Ranks) -> None:
+    """Copy rank 0's `source` into `target` on every rank, or each rank's shard of it.
+
+    Args:
+        source: a whole tensor; None on ranks other than 0, which receive it.
+    """
+    if source is None:
         whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
     elif ranks.world_size > 1:
-        whole = whole.to(ranks.device, target.dtype).contiguous()  # a broadcast sends memory as it lies
+        whole = source.to(ranks.device, target.dtype).contiguous()  # a broadcast sends memory as it is laid out
+    else:
+        whole = source
     if ranks.world_size > 1:
         dist.broadcast(whole, src=0)
-    target, whole = own_part(target, whole)
-    target.copy_(whole)
+    own_target, own_source = own_part(target, whole)
+    own_target.copy_(own_source)
 
 
 class HostCopy:
     """Copies weights and optimizer state to rank 0's host memory.
 
-    The host memory is kept, and on CUDA it is page-locked. So a copy is valid until the next one begins.
+    Each copy reuses the host memory, which is page-locked on CUDA. So a copy is valid until the next one begins.
     """
 
     def __init__(self, ranks: Ranks):
@@ -59,7 +73,7 @@ class HostCopy:
         Returns: {"model": ..., "optimizer": ...} by parameter name, whose tensors are None on ranks other than 0.
         """
         reshard = getattr(model, "reshard", None)
-        if reshard:  # FSDP's root is still gathered after an evaluation
+        if reshard:  # after an evaluation, the weights of FSDP's root are still gathered
             reshard()
         weights: dict[nn.Parameter, Tensor | None] = {}
         state: dict[str, dict[str, Tensor | None]] = {}

@@ -36,18 +36,18 @@ from steadygpt.network.stores import Store
 
 Result = TypeVar("Result")
 INDEX = "index.json"
-# Besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
+# Files besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
 OF_FOLDER = "|".join(map(re.escape, (EVALUATIONS, *LOGS)))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
 PARTS = 4  # of 50 MB each, in memory and under way at once
-SILENCE_S = 60  # a store may take this long to put the parts of a large file together
+SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Head):
-    """What the index says of a checkpoint."""
+    """A checkpoint in the index."""
 
     file: Annotated[str, r"step_\d{6,}-\d+\.\d{6}\.pt"]
     size: Count  # in bytes
@@ -68,40 +68,49 @@ class Damaged(UserError):
 
 
 class Mirror:
-    """A folder of an object store, for the run of this id and name that uploads; without an id, for reading any.
+    """A folder of an object store.
+
+    A run that uploads gives its id and name. Without an id, the mirror of any run can be read.
 
     Methods raise what the store's fsspec back end raises, but patiently() raises UserErrors (see Service.persistently).
     """
 
     def __init__(self, url: str, run: str = "", name: str = ""):
         scheme, separator, rest = url.partition("://")
-        if ":" in scheme or not (rest.strip("/") if separator else url.startswith("/")) or set(url) & set("*?["):
+        has_folder = bool(rest.strip("/")) if separator else url.startswith("/")
+        if ":" in scheme or not has_folder or set(url) & set("*?["):
             raise UserError(f"--mirror {url!r}: expected a URL such as s3://bucket/run, or an absolute path")
-        self.url, self.run, self.name = url.rstrip("/"), run, name
-        self.writer, self.is_claimed = secrets.token_hex(8), False
-        self.sent: dict[str, tuple[int, int]] = {}  # other files -> size and time of what was uploaded
-        self.has_other_logs = True  # perhaps: of launches on other machines, until they are known to be here
+        self.url = url.rstrip("/")
+        self.run = run
+        self.name = name
+        self.writer = secrets.token_hex(8)
+        self.is_claimed = False
+        self.sent: dict[str, tuple[int, int]] = {}  # files besides checkpoints -> uploaded size, time of modification
+        # Whether its logs may have lines of launches on other machines, which the run's folder lacks.
+        self.has_other_logs = True
         self.connect()
 
     def connect(self) -> None:
         """Open the store with the credentials that are valid now."""
         self.store = Store(self.url, SILENCE_S)
-        self.fs, self.folder = self.store.fs, self.store.path
+        self.fs = self.store.fs
+        self.folder = self.store.path
         self.is_local = "file" in self.fs.protocol  # a folder of this machine
         if self.is_local and Path(self.folder).exists() and not Path(self.folder).is_dir():
             raise UserError(f"--mirror {self.url}: not a folder; give that of the mirror")
-        self.fs.retries, self.fs.auto_mkdir = RETRIES, True
+        self.fs.retries = RETRIES
+        self.fs.auto_mkdir = True
 
     def patiently(self, request: Callable[[], Result]) -> Result:
         return self.store.service.persistently(self.url, request)
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file, by its name in the folder; complete files only, in object stores."""
-        found = self.fs.find(self.folder, detail=True)
-        return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in found.items()}
+        """Return the bytes of each file, by its name in the folder. Object stores have complete files only."""
+        infos = self.fs.find(self.folder, detail=True)
+        return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in infos.items()}
 
     def index(self) -> Index:
-        """Read the index; it is empty if there is none. That of a mirror of another run is an error."""
+        """Read the index; without one, return an empty one. The index of another run is an error."""
         advice = "download one of the files step_*.pt, resume from it with --resume FILE, and use another --mirror"
         try:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
@@ -110,10 +119,10 @@ class Mirror:
             names = self.sizes()
             if any(name.startswith("step_") for name in names):
                 raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
-            others = [name for name in names if FILES.fullmatch(name) or name.endswith(".pt")]
-            if others:
+            run_files = [name for name in names if FILES.fullmatch(name) or name.endswith(".pt")]
+            if run_files:
                 raise UserError(
-                    f"--mirror {self.url}: holds {others[0]}, but no mirror; give an empty folder"
+                    f"--mirror {self.url}: holds {run_files[0]}, but no mirror; give an empty folder"
                 ) from None
             return Index("", "", "", {})
         if index.checkpoints and self.run not in ("", index.run):
@@ -129,11 +138,14 @@ class Mirror:
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
-        """Download a checkpoint, or what a temporary file in a folder lacks of it; return the file and its content.
+        """Download a checkpoint to a temporary file in a folder; return the file and its content.
 
-        Raises: Damaged when it is missing or corrupt.
+        The download continues one that was interrupted.
+
+        Raises: Damaged when the checkpoint is missing, incomplete or corrupt.
         """
-        url, downloaded = f"{self.url}/{entry.file}", folder / f".{entry.file}.tmp"
+        url = f"{self.url}/{entry.file}"
+        downloaded = folder / f".{entry.file}.tmp"
         needed = entry.size - (downloaded.stat().st_size if downloaded.exists() else 0)
         free = shutil.disk_usage(folder).free
         if free < needed:
@@ -157,8 +169,9 @@ class Mirror:
             raise Damaged(str(error).replace(str(downloaded), url)) from error
 
     def claim(self) -> Index:
-        """Reserve the folder for this launch of the run, unless that is done, and return the index."""
-        if (index := self.index()).writer != self.writer:
+        """Reserve the folder for this launch of the run, unless it is reserved already, and return the index."""
+        index = self.index()
+        if index.writer != self.writer:
             if self.is_claimed and index.writer:
                 raise UserError(f"{self.url}: a later launch, of the run {index.name}, uploads there now")
             self._write(index.checkpoints)
@@ -166,9 +179,9 @@ class Mirror:
         return index
 
     def upload(self, path: Path, entry: Entry, names: list[str], config: TrainConfig, progress: Callable) -> None:
-        """Upload a checkpoint unless it is there, the other files of the run, and the index; delete what is too old.
+        """Upload a checkpoint unless the mirror has it, the other files of the run, and the index; delete old ones.
 
-        The newest in the mirror is also latest.pt, and the one before it the backup.
+        The newest checkpoint of the mirror is also its latest.pt, and the one before it the backup.
         """
         import fsspec
 
@@ -176,43 +189,55 @@ class Mirror:
         if sizes.get(entry.file) != entry.size:
             callback = fsspec.Callback(hooks={"progress": progress})
             self.fs.put_file(str(path), f"{self.folder}/{entry.file}", callback=callback, max_concurrency=PARTS)
-        there = dict(self.claim().checkpoints)  # again: another launch may have claimed it meanwhile
+        entries = dict(self.claim().checkpoints)  # claimed again: another launch may have claimed the mirror meanwhile
         self.upload_files(config)
-        # Uploads that fall behind begin with the newest, so the one before it may come later.
-        newest, *older = sorted({entry, *there.values()}, key=lambda entry: entry.order, reverse=True)
-        there |= dict.fromkeys(names, entry) | {LATEST: newest} | ({BACKUP: older[0]} if older else {})
-        there = dict(sorted(there.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True))
-        for name in too_old({n: e.order for n, e in there.items()}, config.mirror_keep, config.keep_epochs):
-            del there[name]
-        self._write(there)
-        for name in sizes.keys() - {entry.file for entry in there.values()}:
+        # Uploads that fall behind begin with the newest checkpoint, so older ones may come later.
+        newest, *older = sorted({entry, *entries.values()}, key=lambda entry: entry.order, reverse=True)
+        entries |= dict.fromkeys(names, entry)
+        entries[LATEST] = newest
+        if older:
+            entries[BACKUP] = older[0]
+        newest_first = sorted(
+            entries.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True
+        )
+        entries = dict(newest_first)
+        orders = {name: entry.order for name, entry in entries.items()}
+        for name in too_old(orders, config.mirror_keep, config.keep_epochs):
+            del entries[name]
+        self._write(entries)
+        for name in sizes.keys() - {entry.file for entry in entries.values()}:
             if name.startswith("step_"):
                 self.fs.rm_file(f"{self.folder}/{name}")
 
     def upload_files(self, config: TrainConfig) -> None:
-        """Upload the logs and the evaluations of the run, those that have changed since they were uploaded last."""
+        """Upload the logs and the evaluations of the run that have changed since they were uploaded last."""
         folder = Path(config.checkpoint_dir)
         paths = [*folder.iterdir(), *folder.glob(f"{TENSORBOARD}/*")]
         for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
             stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                own = content = read_file(folder / name, LARGEST_LOG)  # taken once: the file may grow
+                own = read_file(folder / name, LARGEST_LOG)  # read once, because the file may grow
+                content = own
                 if self.has_other_logs and name in LOGS:
                     with suppress(FileNotFoundError):
-                        there = self.read(name)
-                        content = there + (
-                            own[self.sent[name][0] :] if name in self.sent else missing_lines(there, own)
-                        )
+                        mirrored = self.read(name)
+                        if name in self.sent:
+                            sent_bytes, _ = self.sent[name]
+                            content = mirrored + own[sent_bytes:]
+                        else:
+                            content = mirrored + missing_lines(mirrored, own)
                 self.fs.pipe_file(f"{self.folder}/{name}", content)
                 self.sent[name] = len(own), stat.st_mtime_ns
 
     def _write(self, checkpoints: dict[Name, Entry]) -> None:
         index = Index(self.run, self.name, self.writer, checkpoints)
-        path, data = f"{self.folder}/{INDEX}", f"{json.dumps(asdict(index), indent=1)}\n".encode()
-        is_folder = path.startswith("/")  # object stores, whose paths begin with the bucket, write atomically
-        self.fs.pipe_file(path + ".tmp" * is_folder, data)
-        if is_folder:
+        path = f"{self.folder}/{INDEX}"
+        data = f"{json.dumps(asdict(index), indent=1)}\n".encode()
+        if path.startswith("/"):
+            self.fs.pipe_file(f"{path}.tmp", data)
             self.fs.mv(f"{path}.tmp", path)
+        else:  # an object store, whose paths begin with the bucket, writes atomically
+            self.fs.pipe_file(path, data)
 
 
 def restore_files(mirror: Mirror, folder: Path) -> None:
@@ -225,21 +250,27 @@ def restore_files(mirror: Mirror, folder: Path) -> None:
         elif name == EVALUATIONS or not target.exists():  # a file of events belongs to one launch
             content = mirror.read(name)
             if name == EVALUATIONS:
-                there = parse_evaluations(content, f"{mirror.url}/{name}")
-                content = content_of(merged(read_evaluations(folder), there))
+                mirrored = parse_evaluations(content, f"{mirror.url}/{name}")
+                content = content_of(merged(read_evaluations(folder), mirrored))
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, methodcaller("write", content))
 
 
-def missing_lines(here: bytes, there: bytes) -> bytes:
-    """Return what a log lacks of its copy in the mirror: all after the lines that both begin with.
+def missing_lines(log: bytes, copy: bytes) -> bytes:
+    """Return what a log lacks of another copy of it: all after the lines that both begin with.
 
-    Where both go on differently, that begins with a launch: records before it were lost in a power cut, and repeated.
+    If both continue differently, the records of metrics.jsonl before the next launch are not missing: they were lost in
+    a power cut, and that launch has repeated them.
     """
-    own, lines = here.splitlines(keepends=True), there.splitlines(keepends=True)
-    same = sum(takewhile(bool, map(eq, own, lines)))
-    rest = lines[same:]
-    if any(line.endswith(b"\n") for line in own[same:]) and there.startswith(b"{"):
+    lines = log.splitlines(keepends=True)
+    copied_lines = copy.splitlines(keepends=True)
+    same = sum(takewhile(bool, map(eq, lines, copied_lines)))
+    rest = copied_lines[same:]
+    if any(line.endswith(b"\n") for line in lines[same:]) and copy.startswith(b"{"):
         rest = [*dropwhile(lambda line: b', "first_step": ' not in line, rest)]
     missing = b"".join(rest)
-    return b"" if missing in here else b"\n" * (not here.endswith(b"\n") and here != b"") + missing
+    if missing in log:
+        return b""
+    if log and not log.endswith(b"\n"):
+        return b"\n" + missing
+    return missing

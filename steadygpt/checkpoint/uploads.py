@@ -18,26 +18,33 @@ from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import compute_alone
 
-GIVE_UP_S = 600.0  # without progress, after which nothing waits for an upload any more
+GIVE_UP_S = 600.0  # without progress; after this time, a run no longer waits for an upload
 
 
 class Uploads:
-    """A thread that uploads what the mirror lacks of a run's folder. Failed uploads are repeated until they succeed."""
+    """A thread that uploads what the mirror lacks of a run's folder, and repeats failed uploads until they succeed."""
 
     def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog, mirrored: Collection[str] = ()):
-        self.mirror, self.config, self.log = mirror, config, log
+        self.mirror = mirror
+        self.config = config
+        self.log = log
         self.mirrored = mirrored  # names of the checkpoints that the mirror had at the launch
         # Absolute, because the thread may outlive the working directory.
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
-        self.requests: Queue[None] = Queue(maxsize=1)  # one serves all that come before it is taken
+        self.requests: Queue[None] = Queue(maxsize=1)  # one that waits serves all that come meanwhile
         self.is_last = False
         self.corrupt: set[tuple[float, int]] = set()  # File.order of local saves
-        self.uploaded_at_s, self.progress_at_s = -math.inf, time.monotonic()
+        self.uploaded_at_s = -math.inf  # when the last upload of a checkpoint began
+        self.progress_at_s = time.monotonic()
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
         self.thread.start()
 
     def start(self, is_last: bool = False) -> None:
-        """Upload what the mirror lacks, and return at once; at the end of a run also its logs and last timed save."""
+        """Request uploads of all that the mirror lacks, and return at once.
+
+        Args:
+            is_last: at the end of a run: also upload its logs and its last timed save.
+        """
         self.is_last |= is_last
         if self.is_done():
             self._note_progress()
@@ -49,7 +56,7 @@ class Uploads:
         return not self.requests.unfinished_tasks
 
     def is_busy(self) -> bool:
-        """Return whether uploads are left, and have made progress within the last minutes."""
+        """Return whether uploads are left, and have made progress within the last GIVE_UP_S seconds."""
         return not self.is_done() and self.thread.is_alive() and time.monotonic() - self.progress_at_s < GIVE_UP_S
 
     def _note_progress(self, *_, **__) -> None:
@@ -80,19 +87,24 @@ class Uploads:
 
     def _upload_newest(self) -> None:
         """Upload the newest checkpoint that the mirror lacks, and request the next one."""
-        known, sizes = self.mirror.claim().checkpoints, self.mirror.sizes()
-        there = {name: entry.order for name, entry in known.items() if sizes.get(entry.file) == entry.size}
-        if not (files := self._newest_missing(there)):
+        entries = self.mirror.claim().checkpoints
+        sizes = self.mirror.sizes()
+        complete = {name: entry.order for name, entry in entries.items() if sizes.get(entry.file) == entry.size}
+        files = self._newest_missing(complete)
+        if not files:
             if self.is_last:
                 self.mirror.upload_files(self.config)
             return
         self.start()
-        start_s, path, names = time.monotonic(), files[0].path, [file.path.name for file in files]
+        start_s = time.monotonic()
+        path = files[0].path
+        names = [file.path.name for file in files]
         try:
             link_file(path, self.copy)  # keeps the file when training replaces it
-            if (head := read_head(self.copy)) != files[0].head:  # it already has
+            head = read_head(self.copy)
+            if head != files[0].head:  # training has replaced it meanwhile
                 return
-            if head.order not in {entry.order for entry in known.values()}:
+            if head.order not in {entry.order for entry in entries.values()}:
                 read_checkpoint(self.copy)
         except FileNotFoundError:  # training has deleted it
             return
@@ -108,14 +120,22 @@ class Uploads:
         self.log.note(mirrored_at=time.time())
         self.log.say(f"uploaded step {head.step:,} as {', '.join(names)} to {self.mirror.url}")
 
-    def _newest_missing(self, there: dict[str, tuple[float, int]]) -> list[File]:
-        """Return the names of the newest checkpoint to upload, given Head.order of each name that the mirror has."""
+    def _newest_missing(self, complete: dict[str, tuple[float, int]]) -> list[File]:
+        """Return the newest checkpoint to upload, under all its names; [] if there is none.
+
+        Args:
+            complete: Head.order of each name whose file is complete in the mirror.
+        """
         files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
-        newer = [file for file in files if file.order > there.get(file.path.name, (0.0, -1))]
-        orders = there | {file.path.name: file.order for file in newer}
+        newer = [file for file in files if file.order > complete.get(file.path.name, (0.0, -1))]
+        orders = complete | {file.path.name: file.order for file in newer}
         dropped = too_old(orders, self.config.mirror_keep, self.config.keep_epochs)
-        wanted = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
-        saves = (list(names) for _, names in groupby(wanted, lambda file: file.order))
-        # Timed saves belong to no tier.
-        is_due = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
-        return next((names for names in saves if is_due or [file.path.name for file in names] != [LATEST]), [])
+        missing = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
+        # Timed saves belong to no tier, so latest.pt is their only name. They are uploaded every mirror_minutes.
+        takes_timed_saves = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
+        for _, group in groupby(missing, lambda file: file.order):
+            save = list(group)
+            is_timed = [file.path.name for file in save] == [LATEST]
+            if takes_timed_saves or not is_timed:
+                return save
+        return []

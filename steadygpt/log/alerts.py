@@ -16,7 +16,7 @@ from steadygpt.base.text import printable
 
 REPEAT_S = 600.0  # between two alerts about the same event: a run may have many spikes in a row
 TIMEOUT_S = 5.0  # of a server that does not respond
-CLOSING_S = 10.0  # for the last alerts, of which a run that fails may send two
+CLOSING_S = 10.0  # for the last alerts; a run that fails may send two
 LONGEST_TEXT = 900  # characters of an alert: Discord takes 2,000, and ntfy 4,096 bytes
 HEADERS = {
     "Content-Type": "application/json",
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class Alerts:
-    """A thread that posts alerts, so that training never waits. A failure is one line to `warn`, once in a run.
+    """A thread that posts alerts, so that training never waits. The first failure in a run is reported to `warn`.
 
     The URL is a secret: only its server may be shown.
     """
@@ -61,7 +61,7 @@ class Alerts:
         for message in iter(self.messages.get, None):
             try:
                 post(self.url, message)
-            except Exception as error:  # whatever a network and a server can do; the run must not end because of it
+            except Exception as error:  # a network or a server may fail in any way, which must not end the run
                 if not has_failed:
                     self.warn(f"an alert did not reach {self.server}: {brief(error)}; training continues")
                 has_failed = True

@@ -1,7 +1,8 @@
 """The files in which a run describes itself to other programs: metrics.jsonl and status.json.
 
 Each launch of a run appends a segment to metrics.jsonl: a LaunchLine, then a record of numbers for each measurement.
-A run that resumes at step s measures the steps from s on again, so later launches win from there on.
+A run that resumes at step s measures the steps from s on again. So from s on, its records replace those of the launches
+before.
 """
 
 import json
@@ -22,7 +23,7 @@ from steadygpt.base.typed import Count, parse_json, read_json
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LARGEST_LOG = 2**34  # bytes of a metrics.jsonl that is read: a hundred million steps
 LOGS = (LOG, METRICS)  # which a run only appends to
-LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "first_step": (\d{1,18}), )?')  # beginning, of any record
+LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "first_step": (\d{1,18}), )?')  # beginning of any line
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
 
 
@@ -55,14 +56,15 @@ class LineFile:
     """A file that lines are appended to."""
 
     def __init__(self, path: Path):
-        # In a copy that is made of hard links, the original keeps its own file.
+        # If the folder is a copy that is made of hard links, the original must keep its own file.
         if path.exists() and path.stat().st_nlink > 1:
             content = read_file(path, LARGEST_LOG)
             replace_file(path, lambda file: file.write(content))
         self.file = open_to_write(path, "a+b")
-        if end := self.file.seek(0, os.SEEK_END):
-            self.file.seek(end - 1)
-            if self.file.read() != b"\n":  # a line that a power cut or a full disk has broken
+        size = self.file.seek(0, os.SEEK_END)
+        if size:
+            self.file.seek(size - 1)
+            if self.file.read() != b"\n":  # a power cut or a full disk has broken the last line
                 self.file.write(b"\n")
         self.close = self.file.close
 
@@ -90,29 +92,34 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[LaunchLine, list[Record]]]:
-    """Yield the launches in a metrics.jsonl, the last one first, each with its records that no later one repeats.
+    """Yield the launches in a metrics.jsonl, the last one first, each with the records that no later launch repeats.
 
-    The file is read from its end as far as segments are asked for. Broken lines are skipped, and records before
-    `first_step` or without `key`.
+    The file is read from its end, and only as far as the caller iterates. Broken lines are skipped, and so are records
+    before `first_step` or without `key`.
     """
     records: list[Record] = []
-    end: float = math.inf  # where later launches begin
+    end: float = math.inf  # the step at which later launches begin
     with suppress(FileNotFoundError), open_to_read(path, LARGEST_LOG) as file:
         for line in lines_from_end(file):
-            if not (match := LINE.match(line)):
+            match = LINE.match(line)
+            if not match:
                 continue
             with suppress(UserError):
                 if match[2]:
                     launch = parse_json(line, LaunchLine, path, "")
                     yield launch, records[::-1]
-                    records, end = [], min(end, launch["first_step"])
+                    records = []
+                    end = min(end, launch["first_step"])
                 elif first_step <= int(match[1]) < end and b'"%s": ' % key.encode() in line:
                     records.append(parse_json(line, Record, path, ""))
 
 
 def read_records(path: Path, key: str = "step") -> list[Record]:
     """Return the records of a metrics.jsonl that have a key and that no later launch repeats, from the first on."""
-    return [record for _, records in [*segments(path, key=key)][::-1] for record in records]
+    records = []
+    for _, segment in reversed([*segments(path, key=key)]):
+        records += segment
+    return records
 
 
 def read_status(folder: Path) -> Status:

@@ -46,7 +46,9 @@ class RunLog:
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks):
-        self.config, self.ranks, self.max_steps = config, ranks, config.max_steps
+        self.config = config
+        self.ranks = ranks
+        self.max_steps = config.max_steps
         self.lock = threading.RLock()
         self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
         self.facts: dict[str, Any] = {  # of status.json
@@ -60,12 +62,13 @@ class RunLog:
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
         """Open the files and sinks of a run, on rank 0; `launch` has "run", "id", "parent" and "how" of LaunchLine."""
-        config, folder = self.config, Path(self.config.checkpoint_dir)
+        config = self.config
+        folder = Path(config.checkpoint_dir)
         self.sinks = {LOG: LineFile(folder / LOG), METRICS: Metrics(folder / METRICS)}
         self.note(step=first_step)
         self.say(labelled("run", config.name))
         with self._surviving(LOG):
-            for line in self.facts["warnings"]:  # which were only printed so far
+            for line in self.facts["warnings"]:  # until now they were only printed
                 self.sinks[LOG].write(f"warning: {line}")
         wandb = WandbSink(config, launch, self.warn) if config.use_wandb else None
         self.tell("log", first_step, {"first_step": first_step, **launch, "wandb": wandb.id if wandb else ""})
@@ -88,10 +91,11 @@ class RunLog:
         is_first: bool,
         **facts: object,
     ) -> None:
-        """Log a step every log_freq steps. The first one of a launch tells little about the time left, `left_s`.
+        """Log a step every log_freq steps, and renew the facts of status.json.
 
         Args:
             metrics: further numbers, such as terms of the loss.
+            left_s: the time left, not shown in status.json for the first step of a launch, which tells little about it.
             facts: for status.json, besides the numbers.
         """
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
@@ -104,39 +108,39 @@ class RunLog:
         self.note(doing="training", step=step + 1, **numbers, **metrics, **left, **facts)
         self.beat()
 
-    def evaluation(self, step: int, found: str, **scores: float | None) -> None:
+    def evaluation(self, step: int, result: str, **scores: float | None) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
-        self._record("eval", step, scores, f"step {step}/{self.max_steps} | {found}")
+        self._record("eval", step, scores, f"step {step}/{self.max_steps} | {result}")
 
     def text(self, step: int, text: str) -> None:
-        """Log a sample of text that the model of this step has written."""
+        """Log a text that the model generates at this step."""
         self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
         self.tell("text", step, text)
 
     def load(self, metrics: Mapping[str, float]) -> None:
-        """Record the machine's load beside the current step, and in status.json."""
+        """Record the machine's load with the number of the current step, and in status.json."""
         self._record("system", self.facts["step"], metrics)
         self.note(load=dict(metrics))
 
     def _record(self, group: str, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
         """Write a line of text, if there is one, and numbers to the sinks, as curves of a group."""
-        known = {name: number for name, number in numbers.items() if number is not None}
+        measured = {name: number for name, number in numbers.items() if number is not None}
         with self.lock:
             if line:
                 self.say(line)
-            self.tell("log", step, known)
-            self.tell("curves", step, {name: number for name, number in known.items() if name != "digest"}, group)
+            self.tell("log", step, measured)
+            self.tell("curves", step, {name: number for name, number in measured.items() if name != "digest"}, group)
 
     def tell(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""
-        for name, sink in reversed(self.sinks.items()):  # log.txt is closed last, because the others may warn
+        for name, sink in reversed(self.sinks.items()):  # log.txt is closed last, because other sinks may warn
             if hasattr(sink, method):
                 with self._surviving(name):
                     getattr(sink, method)(*args)
 
     @contextmanager
     def _surviving(self, name: str):
-        """Lose records on a full disk, not the run."""
+        """Report an OSError inside, such as on a full disk, once: records are lost, but the run continues."""
         try:
             yield
         except OSError as error:
@@ -146,7 +150,8 @@ class RunLog:
 
     def say(self, text: str, stream: TextIO | None = None) -> None:
         """Write lines of text to the console and to log.txt."""
-        text, stream = printable(text, keep="\n\t"), stream or sys.stdout
+        text = printable(text, keep="\n\t")
+        stream = stream or sys.stdout
         with self.lock:
             if self.ranks.is_main:
                 try:
@@ -166,16 +171,23 @@ class RunLog:
             self.tell("send", event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
-        """Write status.json: running, stopped, finished or failed; torchrun's exit status does not tell these apart."""
+        """Write status.json: running, stopped, finished or failed. torchrun's exit status does not tell these apart."""
         doing = "starting" if status == "running" else None
         self.note(status=status, reason=reason, doing=doing, summary=list(summary), **facts)
         self._write_status(durable=True)
-        found = f"at step {self.facts['step']:,} of {self.max_steps:,}{f' ({reason})' if reason else ''}"
-        event = ("resumed" if self.facts["step"] else "started") if status == "running" else status
-        self.tell("send", event, " | ".join([found, *summary]))
+        progress = f"at step {self.facts['step']:,} of {self.max_steps:,}"
+        if reason:
+            progress += f" ({reason})"
+        if status != "running":
+            event = status
+        elif self.facts["step"]:
+            event = "resumed"
+        else:
+            event = "started"
+        self.tell("send", event, " | ".join([progress, *summary]))
 
     def note(self, **facts: object) -> None:
-        """Keep facts for status.json; None, NaN and infinity remove one."""
+        """Set facts of status.json; a fact that is None, NaN or infinity is removed."""
         with self.lock:
             self.facts = {name: fact for name, fact in without_nan(self.facts | facts).items() if fact is not None}
 

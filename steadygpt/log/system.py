@@ -35,7 +35,7 @@ class SystemMetrics:
     Args:
         device: "cuda" if each of this machine's ranks has a GPU.
         record: is called in the thread with the metrics by name; those of GPUs begin with gpu0_, gpu1_ and so on.
-        warn: is called in the thread with one line about metrics that fail, and are no longer measured.
+        warn: is called in the thread with one line about metrics that fail. They are no longer measured then.
     """
 
     def __init__(self, interval_s: float, device: torch.device, record: Callable, warn: Callable):
@@ -56,7 +56,7 @@ class SystemMetrics:
         self.thread.join(1.0)
 
     def _work(self) -> None:
-        self._measure()  # the first load of the CPU only starts the clock
+        self._measure()  # psutil measures the CPU's load since the call before, so the first call measures nothing
         while self.readers and not self.closing.wait(self.interval_s):
             self.record(self._measure())
 
@@ -77,7 +77,7 @@ class SystemMetrics:
 
 
 def ram_bytes() -> tuple[int, int]:
-    """Return the used and the total memory, of the container if that has a limit: psutil reports the host's."""
+    """Return the bytes of used and total memory, of the container if it has a limit: psutil reports the host's."""
     host = import_module("psutil").virtual_memory()
     limit = container_limit_bytes()
     if limit >= host.total:

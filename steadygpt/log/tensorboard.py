@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 FOLDER = "tensorboard"  # in the run's folder
 EVENTS = "events.out.tfevents.*"
-HISTOGRAM_VALUES = 2**14  # of each tensor: looks the same as all of its values at a thousandth of the cost
+HISTOGRAM_VALUES = 2**14  # of each tensor; the histogram of all its values looks the same, at a thousand times the cost
 
 
 def open_writer(folder: Path, start_step: int) -> "SummaryWriter":
     """Open a file of events that sorts after those of the launches before.
 
-    TensorBoard reads files of events in the order of their names. Those begin with the second; host, process and a
-    count follow, which do not grow from start to start ("9" sorts after "10"). Read in the wrong order, the older file
-    would hide the newer one, so a launch in the same second may have to wait for the next one.
+    TensorBoard reads files of events in the order of their names. If it read them in the wrong order, the older file
+    would hide the newer one. A name begins with the second of the launch. Then follow host, process and a count, which
+    do not ascend from launch to launch ("9" sorts after "10"). So if a launch begins in the same second as the one
+    before, it may have to wait for the next second.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -15,27 +15,27 @@ from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import METRICS, segments
 
 FOLDER = "wandb"  # which wandb makes in the run's folder
-FINISH_S = 60.0  # for W&B to take the last rows
+FINISH_S = 60.0  # time for W&B to take the last rows
 
 
 class WandbSink:
     """Sends the records of a run to Weights & Biases, with our step as W&B's.
 
-    W&B takes steps in ascending order only, so a resumed run skips those that W&B has already. A run that goes back to
-    an older checkpoint continues as a new W&B run, and so does each offline launch, which cannot know what W&B has. A
-    resumed run that cannot reach W&B records offline; a new one does not start.
+    W&B takes steps in ascending order only, so a resumed run skips those that W&B already has. A run that goes back to
+    an older checkpoint continues as a new W&B run. So does each offline launch, because it cannot know what W&B has. A
+    resumed run that cannot reach W&B records offline; a new run that cannot reach it does not start.
 
     A thread sends the records, because a W&B process that hangs blocks its caller.
 
     Args:
-        launch: "run" and "parent" of the line of the launch, which stores `id` for the next launch.
+        launch: has "run" and "parent" of the LaunchLine. This line also stores `id`, for the next launch.
     """
 
     def __init__(self, config: TrainConfig, launch: Mapping[str, Any], warn: Callable[[str], object]):
-        known = None
+        last_id = None
         for line, _ in segments(Path(config.checkpoint_dir, METRICS), math.inf):  # the newest launch first
             if line["run"] == launch["run"] and line["wandb"]:
-                known = line["wandb"]
+                last_id = line["wandb"]
                 break
         continues = Path(config.resume).stem in ("latest", "auto")  # otherwise W&B chooses a new id
         shown = shown_options(config)
@@ -49,7 +49,7 @@ class WandbSink:
                 wandb.init, project=os.environ.get("WANDB_PROJECT", "steadygpt"), name=config.name, resume="allow",
                 dir=Path(config.checkpoint_dir).absolute(), config=shown, settings=settings,
             )  # fmt: skip
-            self.run = init(id=known if continues and wandb.setup().settings.mode != "offline" else None)
+            self.run = init(id=last_id if continues and wandb.setup().settings.mode != "offline" else None)
         except Exception as error:  # wandb raises its own errors for logins, networks and names
             reason = f"--use_wandb: wandb did not start ({brief(error)})"
             if not launch["parent"] or isinstance(error, ImportError):
@@ -80,12 +80,13 @@ class WandbSink:
             self.warn(f"W&B did not take all records within {FINISH_S:.0f} s; they are in {self.run.settings.sync_dir}")
 
     def _send(self) -> None:
-        first = newest = self.run.starting_step
+        first = self.run.starting_step
+        newest = first
         try:
             for step, values in iter(self.rows.get, None):
                 if step >= first:
                     newest = max(newest, step)
-                    self.run.log(dict(values), step=newest)  # W&B merges what belongs to the same step
+                    self.run.log(dict(values), step=newest)  # W&B merges rows of the same step
             self.run.finish()
-        except Exception as error:  # a full disk, a killed process, and whatever else wandb raises
+        except Exception as error:  # a full disk, a killed process, or any other error of wandb
             self.warn(f"Weights & Biases no longer receives curves: {brief(error)}; training continues")

@@ -35,7 +35,7 @@ AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that --device names, of this process among those that torchrun has started."""
+    """Return this process's device of the kind that --device names; torchrun starts a process for each GPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"
@@ -49,8 +49,9 @@ def choose_device(name: str) -> torch.device:
                     "or train with --device cpu"
                 ) from None
         if local_rank >= torch.cuda.device_count():
-            first = local_rank == torch.cuda.device_count()  # one line is enough
-            raise (RankError if first else UserError)(
+            # The first process without a GPU prints the error, so that it is printed once.
+            error_type = RankError if local_rank == torch.cuda.device_count() else UserError
+            raise error_type(
                 f"more processes on this machine than its {torch.cuda.device_count()} GPUs; "
                 f"start torchrun with --nproc_per_node={torch.cuda.device_count()}"
             )
@@ -87,19 +88,19 @@ def autocast(device: torch.device, precision: str):
 
 
 def be_deterministic(device: torch.device, threads: int, compiles: bool) -> None:
-    """Compute the same bits in each run of this process's code, on a CPU with this number of threads."""
+    """Make this process compute the same bits whenever it runs; on a CPU, set the number of threads for that."""
     if device.type == "cpu":
         torch.set_num_threads(threads)
-    if compiles:  # else each process times a GPU's kernels, and the fastest one may differ
+    if compiles:  # otherwise each process times a GPU's kernels and takes the fastest, which may differ
         torch._inductor.config.deterministic = True
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # without warn_only, which leaves attention as it is
-    # Every tensor is written before it is read.
+    torch.use_deterministic_algorithms(True)  # not warn_only, with which attention stays as it is
+    # Filling is not needed, because every tensor is written before it is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Seed the generators of the CPU and of a device, as torch.manual_seed does, which takes 0.3 ms (torch 2.13)."""
+    """Seed the generators of the CPU and of a device. torch.manual_seed would take 0.3 ms for that (torch 2.13)."""
     torch.default_generator.manual_seed(number)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(number)
@@ -107,7 +108,7 @@ def seed(device: torch.device, number: int) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module):
-    """Turn off dropout and gradients inside; afterwards the model is in the mode it was in."""
+    """Turn off dropout and gradients inside; restore the model's mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -125,12 +126,13 @@ def any_length():
 class Recorded:
     """A function whose kernels a GPU launches at once, as a CUDA graph, from its second call on.
 
-    It works on the same memory in each call, which overwrites the result of the one before. The first call lets
-    libraries choose kernels and allocate; the second one records.
+    Each call works on the same memory, so it overwrites the result of the call before. In the first call, libraries
+    choose kernels and allocate memory; the second call records.
     """
 
     def __init__(self, function: Callable[[], torch.Tensor], device: torch.device):
-        self.function, self.device = function, device
+        self.function = function
+        self.device = device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 
@@ -148,19 +150,19 @@ class Recorded:
 
 
 def compute_alone() -> None:
-    """Let this thread, which works beside training, compute without the help of others.
+    """Let this thread, which works beside training, compute without a team of OpenMP threads.
 
-    On a CPU, a second team of OpenMP threads makes each step 1.15 times as long while it exists: with more threads than
-    cores, those of both teams sleep between two parts of their work (torch 2.13).
+    On a CPU, a second team makes each step 1.15 times as long while it exists: with more threads than cores, the
+    threads of both teams sleep between two parts of their work (torch 2.13).
     """
     torch.set_num_threads(1)
 
 
 @contextmanager
 def profiled(steps: int, path: Path, tell: Callable[[str], None]):
-    """Record `steps` steps, after 3 others, into a trace file for Perfetto and TensorBoard's profiler.
+    """Skip 3 steps, then record `steps` steps into a trace file for Perfetto and TensorBoard's profiler.
 
-    Yields a function to be called after each step. 0 steps record nothing.
+    Yields a function to be called after each step. With 0 steps, nothing is recorded.
     """
     if not steps:
         yield lambda: None
@@ -178,7 +180,7 @@ def profiled(steps: int, path: Path, tell: Callable[[str], None]):
     schedule = torch.profiler.schedule(wait=2, warmup=1, active=steps, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True) as profiler:
         yield profiler.step
-    if profiler.step_num < 3:  # as many are waited for
+    if profiler.step_num < 3:  # the skipped steps: wait + warmup
         tell("no trace: the run was too short")
 
 
@@ -190,9 +192,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU had too little memory; outside PyTorch's allocator only the message says so."""
-    said = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
-    return said or isinstance(error, torch.OutOfMemoryError)
+    """Return whether a GPU had too little memory. Errors from outside of PyTorch's allocator only say so in words."""
+    is_in_message = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+    return is_in_message or isinstance(error, torch.OutOfMemoryError)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -207,22 +209,24 @@ def memory_bytes(device: torch.device) -> int:
 def use_expandable_segments() -> None:
     """Let PyTorch's allocator grow its segments of GPU memory, unless the user has set it up otherwise.
 
-    With segments of fixed size, an evaluation, whose tensors have other sizes than a step's, leaves fragments: a run
-    that fits at first runs out of memory later. The allocator reads the variable when the first tensor is allocated.
-    In WSL 2 that allocation can fail (pytorch issue 192330), so segments keep their size there.
+    The tensors of an evaluation have other sizes than those of a step. In segments of fixed size they leave fragments,
+    so a run that fits at first runs out of memory later. The allocator reads the variable when the first tensor is
+    allocated. In WSL 2 that allocation can fail (pytorch issue 192330), so segments keep their size there.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is the older name
-    if "microsoft" not in platform.release().lower() and not any(name in os.environ for name in names):
+    is_wsl = "microsoft" in platform.release().lower()
+    is_set = any(name in os.environ for name in names)
+    if not is_wsl and not is_set:
         os.environ |= dict.fromkeys(names, "expandable_segments:True")
 
 
 def use_all_cores() -> None:
     """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets OMP_NUM_THREADS=1 for several processes and accelerate for one, so that value is not the user's.
-    launched = local_world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if wanted is None or (wanted == "1" and launched):
+    num_threads = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets OMP_NUM_THREADS=1 for several processes, and accelerate for one. Then 1 is not the user's choice.
+    has_launcher = local_world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if num_threads is None or (num_threads == "1" and has_launcher):
         torch.set_num_threads(max(1, usable_cores() // local_world_size))
 
 

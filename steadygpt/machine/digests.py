@@ -11,26 +11,26 @@ from steadygpt.base.text import some
 from steadygpt.machine.parallel import is_sharded, local_part
 from steadygpt.machine.ranks import Ranks
 
-AT_ONCE = 2**24  # numbers, of which there are copies
+BLOCK_NUMBERS = 2**24  # numbers that are digested at once, in copies of them
 
 
 def digest(tensor: Tensor) -> Tensor:
     """Return a digest of a tensor of fp32 numbers, an int64 scalar on its device.
 
-    Each number's bits are mixed, one to one, and added up exactly. So the digests of parts add up to that of the whole
-    in any order, and one number that changes always shows.
+    A one-to-one function mixes the bits of each number, and the results are added up exactly. So the digests of parts
+    add up, in any order, to the digest of the whole, and a change of one number always changes the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in tensor.detach().reshape(-1).view(torch.int32).split(AT_ONCE):
-        bits = part * 0x2545F491
-        bits ^= (bits >> 15) & 0x1FFFF  # without the copies of the sign
+    for block in tensor.detach().reshape(-1).view(torch.int32).split(BLOCK_NUMBERS):
+        bits = block * 0x2545F491
+        bits ^= (bits >> 15) & 0x1FFFF  # without the copies of the sign bit that the shift adds
         bits *= 0x3C6EF373
         total += bits.sum(dtype=torch.int64)
     return total
 
 
 def combined(digests: Mapping[str, int]) -> int:
-    """Return one digest, of 32 bits, of all tensors whose digests these are."""
+    """Return one digest of 32 bits for all tensors with these digests."""
     return zlib.crc32(repr(sorted(digests.items())).encode())
 
 
@@ -42,7 +42,7 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: 
     """Compare the replicas of weights and optimizer state; return the digests of each whole tensor, by name.
 
     Args:
-        shards: ranks that share one replica; each group of so many consecutive ranks has one.
+        shards: ranks that share one replica; each group of this many consecutive ranks has one.
 
     Raises: Corrupted on all ranks, which names the ranks and tensors that differ.
     """
@@ -50,8 +50,9 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: 
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter].items()
         tensors |= {name: parameter.detach()} | {f"{name}.{kind}": tensor for kind, tensor in state}
-    own = torch.stack([_own_digest(t, ranks.rank % shards == 0).to(ranks.device) for t in tensors.values()])
-    digests = ranks.concatenated(own[None]).view(-1, shards, len(own)).cpu()  # replica, shard, tensor
+    is_first = ranks.rank % shards == 0
+    own = torch.stack([_own_digest(tensor, is_first).to(ranks.device) for tensor in tensors.values()])
+    digests = ranks.concatenated(own[None]).view(-1, shards, len(own)).cpu()  # (replicas, shards, tensors)
     odd = in_minority(digests)
     if odd.any():
         odd_ranks = odd.any(2).flatten().nonzero().flatten().tolist()
@@ -63,16 +64,22 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: 
 
 
 def _own_digest(tensor: Tensor, is_first: bool) -> Tensor:
-    """Return the digest of this rank's part; that of a tensor that is not sharded belongs to the first rank."""
-    return digest(local_part(tensor)) * (is_first or is_sharded(tensor))
+    """Return the digest of this rank's part of a tensor. A tensor that is not sharded is the first rank's part."""
+    own = digest(local_part(tensor))
+    if is_first or is_sharded(tensor):
+        return own
+    return torch.zeros_like(own)
 
 
 def in_minority(digests: Tensor) -> Tensor:
-    """Return which digests (replicas, ...) are not those of most replicas, in the same shape; of two, both."""
+    """Return which digests (replicas, ...) differ from those of most replicas, in the same shape.
+
+    If two replicas differ, both are in the minority.
+    """
     if len(digests) == 1:
         return torch.zeros_like(digests, dtype=torch.bool)
-    equal = (digests[:, None] == digests[None]).sum(1)
-    return equal * 2 <= len(digests)
+    num_equal = (digests[:, None] == digests[None]).sum(1)
+    return num_equal * 2 <= len(digests)
 
 
 def check_digests(tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:

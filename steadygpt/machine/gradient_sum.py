@@ -12,9 +12,9 @@ from steadygpt.machine.ranks import Ranks, all_gather
 class GradientSum:
     """Gradients that accumulate within a virtual rank, and are then summed over all of them along a binary tree.
 
-    Floating-point sums depend on their order. The tree does not depend on the number of processes: each of them sums
-    a subtree, and the slices of these sums that all processes exchange are summed along the rest of the tree. What
-    travels is as much as in a ring all-reduce.
+    Floating-point sums depend on their order, and the tree does not depend on the number of processes. Each process
+    sums a subtree. Then the processes exchange slices of these sums, and each process sums its slices along the rest of
+    the tree. They send as many bytes as in a ring all-reduce.
 
     Args:
         parameters: in fp32, on the device; their gradients become views of one flat tensor, at first 0.
@@ -31,11 +31,11 @@ class GradientSum:
             parameter.grad = part.view_as(parameter)
 
     def end_virtual_rank(self, number: int, count: int) -> None:
-        """Take the gradients of a virtual rank into the sum; after the last one they are the sum over all processes.
+        """Add the gradients of a virtual rank to the sum; after the last one, sum over all processes.
 
         Args:
-            number: of the virtual rank on this process, from 0.
-            count: of the virtual ranks of this process, a power of two.
+            number: the number of the virtual rank on this process, from 0.
+            count: the number of virtual ranks of this process, a power of two.
         """
         finished = number + 1
         while finished % 2 == 0:
@@ -49,7 +49,7 @@ class GradientSum:
 
     def _sum_over_processes(self) -> None:
         slices = torch.empty_like(self.flat)
-        dist.all_to_all_single(slices, self.flat)  # this process's slice of the sums of each process, in their order
+        dist.all_to_all_single(slices, self.flat)  # now: this process's slice of each process's sum, in their order
         sums = list(slices.chunk(self.ranks.world_size))
         while len(sums) > 1:
             sums = [left.add_(right) for left, right in zip(sums[::2], sums[1::2], strict=True)]

@@ -1,4 +1,4 @@
-"""What the machine has, found without PyTorch: GPUs and their driver, cores, compiler, memory; this process's age."""
+"""The machine, looked at without PyTorch: GPUs, cores, compiler, memory; and the age of this process."""
 
 import os
 import shutil
@@ -26,18 +26,22 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for limits in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup v2, v1
         with suppress(OSError, ValueError):  # there are no such files, or "max"
-            quota, period = map(int, " ".join((CGROUP / limit).read_text() for limit in limits).split())
-            if quota > 0:  # v1 has -1 for none
+            text = " ".join((CGROUP / limit).read_text() for limit in limits)
+            quota, period = map(int, text.split())
+            if quota > 0:  # v1 has -1 for no quota
                 cores = min(cores, max(1, quota // period))
     return cores
 
 
 def check_compiler(device_type: str) -> None:
-    """Check that torch.compile finds what it calls, which it would otherwise miss minutes later."""
+    """Check that torch.compile has a compiler and headers; it would report that it lacks them only minutes later."""
     if device_type == "cuda":
-        compilers = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
+        variable = "CC"
+        defaults = ["gcc", "clang"]
     else:
-        compilers = os.environ.get("CXX", "").split()[:1] or ["clang++" if sys.platform == "darwin" else "g++"]
+        variable = "CXX"
+        defaults = ["clang++" if sys.platform == "darwin" else "g++"]
+    compilers = os.environ.get(variable, "").split()[:1] or defaults
     advice = "install it, or train without torch.compile, with --compile off"
     if not any(map(shutil.which, compilers)):
         raise UserError(f"torch.compile needs a compiler; found no {' or '.join(compilers)}: {advice}")
@@ -55,7 +59,7 @@ def available_memory_bytes() -> int:
 
 
 def container_limit_bytes() -> int:
-    """Return how much memory this container may use; sys.maxsize without a limit."""
+    """Return the bytes of memory that this container may use; sys.maxsize without a limit."""
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
         with suppress(OSError, ValueError):  # there is no such file, or "max"
             return int((CGROUP / limit).read_text())

@@ -23,9 +23,9 @@ from steadygpt.machine.device import choose_device, keep_freed_memory, use_all_c
 from steadygpt.machine.host import process_age_s
 
 Result = TypeVar("Result")
-LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # what gloo says
+LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # in messages of gloo
 NO_ANSWER = re.compile("[Tt]imed ?out|Socket Timeout")
-# Of one tensor, because NCCL copies lists. torch 2.11 has only the older name, of which torch 2.13 warns.
+# Gathers into one tensor, because NCCL copies lists. torch 2.11 has only the older name, for which torch 2.13 warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -61,9 +61,11 @@ class Ranks:
         return bool(self.max(flag))
 
     def max_later(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start to find the largest of the ranks' first numbers, second numbers, ...; the returned function waits.
+        """Start to compute the largest of the ranks' first numbers, of their second numbers, and so on.
 
-        They travel in CPU tensors, so no GPU has to synchronize.
+        Returns: a function that waits for the results.
+
+        The numbers are sent as CPU tensors, so no GPU has to synchronize.
         """
         tensor = torch.tensor(numbers)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
@@ -109,28 +111,30 @@ class Ranks:
 
     def on_each(self, compute: Callable[[], Result]) -> Result:
         """Call compute() on every rank and return this rank's result; a mistake on one rank is a UserError on all."""
-        result, error = tried(compute)
+        result, error = result_or_error(compute)
         if self.any(bool(error)):
-            where = f"rank {self.rank} on {socket.gethostname()}: " * (not self.is_main)
-            raise UserError(next(filter(None, self.gather(error and where + error))))
+            if error and not self.is_main:
+                error = f"rank {self.rank} on {socket.gethostname()}: {error}"
+            errors = [text for text in self.gather(error) if text]
+            raise UserError(errors[0])
         return cast(Result, result)
 
     def from_main(self, compute: Callable[[], Result]) -> Result:
         """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
-        result, error = self.broadcast(tried(compute) if self.is_main else (None, ""))
+        result, error = self.broadcast(result_or_error(compute) if self.is_main else (None, ""))
         if error:
             raise UserError(error)
         return cast(Result, result)
 
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
         """Call compute() on rank 0 and return its result there; the other ranks wait and get None."""
-        kept: list[Result] = []
-        self.from_main(lambda: kept.append(compute()))
-        return kept[0] if kept else None
+        results: list[Result] = []
+        self.from_main(lambda: results.append(compute()))
+        return results[0] if results else None
 
 
-def tried(compute: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Return the result of compute(), or the user's mistake."""
+def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, str]:
+    """Return the result of compute() and "", or None and the text of the user's mistake."""
     try:
         return compute(), ""
     except UserError as error:
@@ -148,32 +152,39 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Collects reasons to stop, from signals, --max_hours and failed saves, until the ranks agree on one.
+    """Collects reasons to stop and requests for saves, until the ranks agree to stop for one reason, or to save.
 
-    Several ranks agree in the background, from one check() to the next, so that no rank waits for another. They also
-    agree that a save is due, by the clock of rank 0.
+    Reasons to stop are signals, --max_hours and failed saves. Timed saves are requested by rank 0, whose clock counts.
+    Several ranks agree in the background, from one check() to the next, so no rank waits for another.
 
     Args:
-        max_hours: counted from the start of this process, as a job's time limit is; 0: none.
+        max_hours: counted from the start of this process, as a job's time limit is; 0: no limit.
         alive: is called by each check(), as a sign that the run makes progress.
-        in_step: checks of a step. More than FEW ranks agree less often, but once a step.
+        checks_per_step: number of checks in a step. More than FEW ranks agree at fewer of them, but once a step.
     """
 
-    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce an end by SIGUSR1 or 2
+    SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours", "saves failed")
-    NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # that a machine goes away
+    NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # sent before a machine is taken away
     FEW = 16  # ranks
 
-    def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None, in_step: int = 1):
-        self.ranks, self.alive = ranks, alive
+    def __init__(
+        self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None, checks_per_step: int = 1
+    ):
+        self.ranks = ranks
+        self.alive = alive
         self.deadline = time.monotonic() - process_age_s() + 3600 * max_hours if max_hours else math.inf
-        self.asked = 0
-        self.saves_asked = self.saves_agreed = 0  # how many saves by time are due in all
-        self.checks, self.checks_to_agree = 0, max(1, min(in_step, ranks.world_size // self.FEW))
+        self.asked = 0  # index in REASONS
+        # The number of saves in this launch that rank 0 asks for, and that the ranks have agreed on.
+        self.saves_asked = 0
+        self.saves_agreed = 0
+        self.checks = 0
+        self.checks_to_agree = max(1, min(checks_per_step, ranks.world_size // self.FEW))
+        # Waits for what the ranks agree on since the last check: index in REASONS, number of saves.
         self.agreed: Callable[[], list[int]] = lambda: [0, 0]
 
     def listen(self) -> None:
-        """Collect signals from now on. SIGHUP stays ignored with nohup: closing the terminal must not stop a run."""
+        """Collect signals from now on. Under nohup, SIGHUP stays ignored: closing the terminal must not stop a run."""
         for name in self.SIGNALS:
             number = signal.Signals[name]
             if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
@@ -183,7 +194,7 @@ class StopSignal:
     def raise_until_listen(cls) -> None:
         """Let the same signals raise KeyboardInterrupt(NAME) until listen(); a second one ends the process at once.
 
-        Those that the process was told to ignore stay ignored: multinode.sh does that to SIGUSR1.
+        Signals that the process ignores from its start stay ignored, such as SIGUSR1 under multinode.sh.
         """
 
         def interrupt(number: int, _: object) -> None:
@@ -200,27 +211,36 @@ class StopSignal:
         self.asked = self.asked or self.REASONS.index(reason)  # under torchrun a terminal's Ctrl-C arrives twice
 
     def ask_save(self, number: int) -> None:
-        """Ask all ranks to make so many saves in all, from one of their next checks on."""
+        """Ask all ranks, from one of their next checks on, to save until this launch has made `number` saves."""
         self.saves_asked = number
         if self.ranks.world_size == 1:
             self.saves_agreed = number
 
-    def is_for_others(self) -> bool:
+    def only_other_machines_stop(self) -> bool:
         """Return whether only other machines were told to end, such as by a spot notice. Every rank must call it.
 
-        Ctrl-C, a closed terminal and what ranks ask themselves are for all machines.
+        Ctrl-C, a closed terminal and the ranks' own reasons stop all machines.
         """
-        here = os.environ.get("GROUP_RANK", "0")  # torchrun's number of this machine
-        asked = [(machine, self.REASONS[number]) for machine, number in self.ranks.gather((here, self.asked)) if number]
-        return all(machine != here and reason in self.NOTICES for machine, reason in asked) and bool(asked)
+        this_machine = os.environ.get("GROUP_RANK", "0")  # torchrun's number of this machine
+        was_asked = False
+        for machine, number in self.ranks.gather((this_machine, self.asked)):
+            if not number:
+                continue
+            was_asked = True
+            if machine == this_machine or self.REASONS[number] not in self.NOTICES:
+                return False
+        return was_asked
 
-    def again(self) -> bool:
-        """Return whether Ctrl-C or SIGTERM came since the last call. A scheduler may repeat its SIGUSR1."""
-        asked, self.asked = self.asked, 0
+    def take_interrupt(self) -> bool:
+        """Forget the last signal, and return whether it was Ctrl-C or SIGTERM: a scheduler may repeat its SIGUSR1."""
+        asked = self.asked
+        self.asked = 0
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
     def check(self) -> None:
-        """Stop if any rank was asked to, with several ranks before they agreed last. Every rank must call it.
+        """Stop if any rank was asked to. Every rank must call it.
+
+        With several ranks, reasons are exchanged at one check and take effect at the next one.
 
         Raises: Stopped, on all ranks together.
         """
@@ -242,18 +262,23 @@ class StopSignal:
 def launched_as() -> tuple[int, int]:
     """Return the rank of this process and the number of processes, which torchrun puts into the environment."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    numbers = {name: int(text) for name, text in found.items() if name != "MASTER_ADDR" and text.isdecimal()}
-    rank, world_size = numbers.get("RANK", 0), numbers.get("WORLD_SIZE", 1)
-    lacks = set(names[:2] + names[4:]) - set(found) if world_size > 1 else set()
-    if len(numbers) < len(found.keys() - {"MASTER_ADDR"}) or rank >= world_size or lacks:
-        shown = " ".join(f"{name}={text}" for name, text in found.items())
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    numbers = {}
+    for name, text in variables.items():
+        if name != "MASTER_ADDR" and text.isdecimal():
+            numbers[name] = int(text)
+    rank = numbers.get("RANK", 0)
+    world_size = numbers.get("WORLD_SIZE", 1)
+    missing = set(names[:2] + names[4:]) - set(variables) if world_size > 1 else set()
+    if len(numbers) < len(variables.keys() - {"MASTER_ADDR"}) or rank >= world_size or missing:
+        shown = " ".join(f"{name}={text}" for name, text in variables.items())
         raise RankError(
             f"the environment has {shown}; expected torchrun's variables, a RANK below WORLD_SIZE and an address. "
             f"Start with torchrun --nproc_per_node=N {Path(sys.argv[0]).name}, or unset them"
         )
     for tool, name in (("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE"), ("mpirun", "PMI_SIZE")):
-        if "RANK" not in found and (tasks := os.environ.get(name, "1")) != "1":
+        tasks = os.environ.get(name, "1")
+        if "RANK" not in variables and tasks != "1":
             raise RankError(
                 f"{tool} has started {tasks} processes, and each would run alone; expected one torchrun on each "
                 "node: scripts/slurm.sh or scripts/multinode.sh (docs/multi-node.md)"
@@ -262,13 +287,13 @@ def launched_as() -> tuple[int, int]:
 
 
 def lost_rank(error: Exception, ranks: Ranks, timeout_minutes: float) -> str:
-    """Return what an exception of gloo says of another rank; "" for other exceptions."""
+    """Return a text about the rank that an exception of gloo reports as lost; "" for other exceptions."""
     if ranks.world_size == 1 or not isinstance(error, RuntimeError):
         return ""
     reason = str(error).partition("\n")[0]
     if NO_ANSWER.search(reason):
-        found = f"no answer from another rank for {timeout_minutes:g} minutes (--timeout_minutes)"
-        return f"{found}; it hangs, all ranks were suspended, or its machine cannot be reached ({reason})"
+        problem = f"no answer from another rank for {timeout_minutes:g} minutes (--timeout_minutes)"
+        return f"{problem}; it hangs, all ranks were suspended, or its machine cannot be reached ({reason})"
     if LOST.search(reason):
         return f"lost another rank, whose output says why ({reason})"
     return ""
@@ -278,10 +303,10 @@ def lost_rank(error: Exception, ranks: Ranks, timeout_minutes: float) -> str:
 def joined(device_name: str, timeout_minutes: float = 10):
     """Join the processes that torchrun has started, as a `Ranks`; leave them at the end.
 
-    CPU tensors travel by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
-    The others also wait while rank 0 reads all shards or a large checkpoint.
+    CPU tensors are sent by gloo, CUDA tensors by NCCL. If a rank does not respond for `timeout_minutes`, the run ends.
+    This time must suffice for rank 0 to read all shards or a large checkpoint, because the other ranks wait for it.
 
-    Raises: LostRankError inside, by gloo; NCCL ends the process.
+    Raises: LostRankError if gloo loses a rank; NCCL ends the process instead.
     """
     rank, world_size = launched_as()
     ranks = Ranks(choose_device(device_name), rank, world_size)

@@ -27,12 +27,12 @@ from steadygpt.base.typed import read_json
 from steadygpt.log.metrics import LARGEST_LOG, METRICS, STATUS, Status, read_status
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
-SILENT_S = 60.0  # without a heartbeat for this long, or SILENT_STEPS steps, a run hangs
+SILENT_S = 60.0  # without a heartbeat for this long, and for SILENT_STEPS steps, a run hangs
 SILENT_STEPS = 5
-COMPILING_S = 900.0  # the limit at the start and in evaluations: no heartbeat while the model is compiled
+COMPILING_S = 900.0  # in place of SILENT_S at the start and in evaluations: compiling the model renews no heartbeat
 HEALTHY = ("running", "stopped", "finished")  # states
 
-LONGEST_LINE = 2**20  # bytes; a longer one is none of ours
+LONGEST_LINE = 2**20  # bytes; SteadyGPT writes no longer ones
 MAX_POINTS = 1000  # of a curve, more than a terminal has columns
 Curve = list[tuple[int, float]]  # points (step, value) in the order of the steps
 # The beginning of a line of metrics.jsonl: a training or validation loss, or the first step of a launch. The rest is
@@ -44,7 +44,7 @@ POINT = re.compile(
 
 @dataclass
 class Snapshot:
-    """What is known of a run at one moment."""
+    """The state of a run at one moment, from its files and its process."""
 
     folder: Path
     status: Status
@@ -53,20 +53,24 @@ class Snapshot:
     saved_at: float | None  # when the last save was written; None: there was none
     curves: dict[str, Curve] = field(default_factory=dict)  # loss and val_loss
     # Runs beside or below this one, without curves, by folder.
-    others: dict[str, "Snapshot"] = field(default_factory=dict)
+    other_runs: dict[str, "Snapshot"] = field(default_factory=dict)
 
     @classmethod
-    def take(cls, folder: Path, status: Status, heartbeat_s: float, **more: Any) -> "Snapshot":
-        """Look at the process and the checkpoints of a run whose status.json was renewed at a time."""
-        saved = folder / "latest.pt"
-        is_here = status.get("host", socket.gethostname()) == socket.gethostname()
+    def take(cls, folder: Path, status: Status, heartbeat_s: float, **fields: Any) -> "Snapshot":
+        """Look at the process and the checkpoints of a run whose status.json was renewed at `heartbeat_s`.
+
+        Args:
+            fields: the other fields of the snapshot.
+        """
+        latest = folder / "latest.pt"
+        is_on_this_machine = status.get("host", socket.gethostname()) == socket.gethostname()
         return cls(
             folder=folder,
             status=status,
-            process=process_state(folder, status.get("pid"), heartbeat_s) if is_here else "elsewhere",
+            process=process_state(folder, status.get("pid"), heartbeat_s) if is_on_this_machine else "elsewhere",
             heartbeat_age_s=max(0.0, time.time() - heartbeat_s),
-            saved_at=saved.stat().st_mtime if saved.exists() else None,
-            **more,
+            saved_at=latest.stat().st_mtime if latest.exists() else None,
+            **fields,
         )
 
 
@@ -80,20 +84,24 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
     status: Status = read()
     heartbeat_s = status.get("updated_at") or path.stat().st_mtime
     if status.get("host", socket.gethostname()) != socket.gethostname() and status.get("status") == "running":
-        # The clock of that machine may differ, so what counts is whether it writes.
-        before, until_s = status, time.time() + FRESH_S
-        while (status := read()) == before and time.time() < until_s:
+        # The clock of that machine may differ, so wait for its next heartbeat.
+        first_status = status
+        until_s = time.time() + FRESH_S
+        status = read()
+        while status == first_status and time.time() < until_s:
             time.sleep(0.5)
-        heartbeat_s = time.time() if status != before else min(heartbeat_s, path.stat().st_mtime, time.time())
+            status = read()
+        heartbeat_s = time.time() if status != first_status else min(heartbeat_s, path.stat().st_mtime, time.time())
     while True:
         curves.read()
         points = {name: thin(curve) for name, curve in curves.by_name.items()}
-        yield Snapshot.take(folder, status, heartbeat_s, curves=points, others=other_runs(top, folder))
-        with suppress(OSError, UserError):  # otherwise the last good one is shown
-            before, status = status, read()
-            if status != before:
-                # Not the date in the file: the writer of a shared folder may have a clock that differs.
+        yield Snapshot.take(folder, status, heartbeat_s, curves=points, other_runs=other_runs(top, folder))
+        with suppress(OSError, UserError):  # the last status that could be read is shown again
+            new_status = read()
+            if new_status != status:
+                # Not the time in the file, because the machine that writes to a shared folder may have another clock.
                 heartbeat_s = time.time()
+                status = new_status
 
 
 def find_runs(top: Path) -> list[Path]:
@@ -109,21 +117,22 @@ def find_runs(top: Path) -> list[Path]:
 
 
 def other_runs(top: Path, folder: Path) -> dict[str, Snapshot]:
-    """Return snapshots of the runs in a folder and below it, but for the one in `folder`, by their path from there."""
+    """Return snapshots of the runs in `top` and below, by their path from there, without the one in `folder`."""
     snapshots = {}
-    for other in find_runs(top):
-        if other != folder:
+    for run_folder in find_runs(top):
+        if run_folder != folder:
             with suppress(OSError):
-                renewed_at_s = (other / STATUS).stat().st_mtime
-                snapshots[str(other.relative_to(top))] = Snapshot.take(other, read_status(other), renewed_at_s)
+                renewed_at_s = (run_folder / STATUS).stat().st_mtime
+                snapshot = Snapshot.take(run_folder, read_status(run_folder), renewed_at_s)
+                snapshots[str(run_folder.relative_to(top))] = snapshot
     return snapshots
 
 
 def process_state(folder: Path, pid: int | None, heartbeat_s: float) -> str:
-    """Return exists, suspended, gone, or hidden if it is another user's, of the process that trains in a folder.
+    """Return the state of the process that trains in a folder: exists, suspended, gone, or hidden from this user.
 
-    A process that is younger than the heartbeat is a different one. So is one that has not opened the folder's lock: a
-    copy of a folder has the status of its original.
+    A process that is younger than the heartbeat is a different one. So is a process that has not opened the folder's
+    lock, because a copy of a folder has the status of its original.
     """
     try:
         process = psutil.Process(pid or 0)
@@ -138,21 +147,21 @@ def process_state(folder: Path, pid: int | None, heartbeat_s: float) -> str:
 
 
 def has_lock(process: psutil.Process, folder: Path) -> bool:
-    """Return whether a process has opened the lock of a folder, which has its number."""
+    """Return whether a process has opened the lock of a folder, and the lock contains the number of the process."""
     lock = folder / ".lock"
     try:
-        found = lock.lstat()
+        lock_stat = lock.lstat()
         number = read_file(lock, LOCK_BYTES).split()[:1]
         opened = [file.path for file in process.open_files()]
     except (OSError, UserError):
         return False
-    if number != [b"%d" % process.pid] or stat.S_ISLNK(found.st_mode):
+    if number != [b"%d" % process.pid] or stat.S_ISLNK(lock_stat.st_mode):
         return False
     for path in opened:
         with suppress(OSError):
             # A copy that is made of hard links has the same file under another name.
-            is_other_name = found.st_nlink > 1 and os.path.realpath(path) != os.path.realpath(lock)
-            if os.path.samestat(Path(path).stat(), found) and not is_other_name:
+            is_other_name = lock_stat.st_nlink > 1 and os.path.realpath(path) != os.path.realpath(lock)
+            if os.path.samestat(Path(path).stat(), lock_stat) and not is_other_name:
                 return True
     return False
 
@@ -162,12 +171,12 @@ class Curves:
 
     def __init__(self, path: Path):
         self.path = path
-        self.forget(inode=0)
+        self.reset(inode=0)
 
-    def forget(self, inode: int) -> None:
-        """Begin again, with the file of an inode."""
+    def reset(self, inode: int) -> None:
+        """Forget the curves, and read the file of an inode from its beginning."""
         self.inode = inode
-        self.size = 0  # in bytes, of what was read
+        self.size = 0  # bytes that were read
         self.by_name: dict[str, Curve] = {"loss": [], "val_loss": []}
 
     def read(self) -> None:
@@ -175,21 +184,23 @@ class Curves:
         with suppress(FileNotFoundError, UserError), open_to_read(self.path, LARGEST_LOG) as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self.inode or stat.st_size < self.size:  # another run is in this folder now
-                self.forget(stat.st_ino)
+                self.reset(stat.st_ino)
             file.seek(self.size)
             while line := file.readline(LONGEST_LINE):
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # not written completely yet
                     break
                 self.size += len(line)
-                if not (match := POINT.match(line)):
+                match = POINT.match(line)
+                if not match:
                     continue
-                step, name = int(match[1]), match[2].decode()
-                if name == "first_step":  # later launches win from their first step on
+                step = int(match[1])
+                name = match[2].decode()
+                if name == "first_step":  # from it on, the points of a launch replace those of earlier launches
                     for curve in self.by_name.values():
                         del curve[bisect_left(curve, (step, -math.inf)) :]
                     continue
                 value = float(match[3])
-                if math.isinf(value):  # of another program: JSON of ours has none
+                if math.isinf(value):  # written by another program: SteadyGPT writes no infinity
                     continue
                 curve = self.by_name[name]
                 curve.append((step, value))
@@ -198,14 +209,14 @@ class Curves:
 
 
 def thin(curve: Curve) -> Curve:
-    """Return up to MAX_POINTS: the lowest and the highest value, such as a spike, in equal ranges of steps."""
+    """Return up to MAX_POINTS points: the lowest and the highest, such as a spike, of each of equal ranges of steps."""
     steps = [step for step, _ in curve]
     range_size = (max(steps, default=0) - min(steps, default=0) + 1) / (MAX_POINTS // 2)
-    kept: Curve = []
+    thinned: Curve = []
     for _, points in groupby(curve, lambda point: point[0] // range_size):
         by_value = sorted(points, key=itemgetter(1))
-        kept += sorted({by_value[0], by_value[-1]})
-    return kept
+        thinned += sorted({by_value[0], by_value[-1]})
+    return thinned
 
 
 class State(NamedTuple):
@@ -219,21 +230,25 @@ class State(NamedTuple):
 def state_of(snapshot: Snapshot) -> State:
     """Return the state of a run.
 
-    A run says itself how it ended, unless it was killed. Otherwise its process decides, if it is on this machine, and
-    the age of the heartbeat.
+    A run that ends writes its state to status.json, unless it is killed. Before that, its state follows from its
+    process, if that is on this machine, and from the age of the heartbeat.
     """
-    status, process, age_s = snapshot.status, snapshot.process, snapshot.heartbeat_age_s
-    age, pid = duration_text(age_s), status.get("pid")
+    status = snapshot.status
+    process = snapshot.process
+    age_s = snapshot.heartbeat_age_s
+    age = duration_text(age_s)
+    pid = status.get("pid")
     folder = shlex.quote(str(snapshot.folder))
     where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
     resume = f"./resume_training.sh{where}" if snapshot.saved_at is not None else ""
-    if (name := status.get("status", "unknown")) == "finished":
+    name = status.get("status", "unknown")
+    if name == "finished":
         return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")
     if name != "running":
         return State(name, status.get("reason", ""), resume)
     if process == "suspended":
         return State(process, f"process {pid} is stopped by a signal; no heartbeat for {age}", f"kill -CONT {pid}")
-    if process == "gone" and age_s > FRESH_S:  # else it runs in a container, which has process numbers of its own
+    if process == "gone" and age_s > FRESH_S:  # otherwise it runs in a container, which has its own process numbers
         return State("killed", f"process {pid} no longer exists; last heartbeat {age} ago", resume)
     doing = status.get("doing", "starting")
     least_s = COMPILING_S if doing in ("starting", "evaluating") else SILENT_S

@@ -46,7 +46,8 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
     """Return the view with a chart as high as the console has room for, and with `hint` in its last line."""
-    status, state = snapshot.status, state_of(snapshot)
+    status = snapshot.status
+    state = state_of(snapshot)
     is_running = state.name == "running"
     # The last measurements say nothing about a run that has ended.
     load = status.get("load", {}) if is_running else {}
@@ -81,61 +82,69 @@ def heading(status: Status, state: State) -> list[RenderableType]:
     lines: list[RenderableType] = [apart(name, line_of((device, "dim"))), line_of((state.why, colour), no_wrap=False)]
     if state.command:
         lines.append(line_of(("next: ", "dim"), state.command, no_wrap=False))
-    step, max_steps = status.get("step", 0), max(1, status.get("max_steps", 1))
+    step = status.get("step", 0)
+    max_steps = max(1, status.get("max_steps", 1))
     done = f"{step / max_steps:.1%}  {step:,} of {counted(max_steps, 'step')}"
     if state.name == "running" and "eta_s" in status:
         done += f"  {duration_text(status['eta_s'])} remaining"
     lines.append(apart(ProgressBar(max_steps, step), line_of(done)))
-    if "resume" in status:  # whether the steps that it repeated are the same as before
+    if "resume" in status:  # whether the repeated steps were the same as before the resume
         lines.append(line_of((status["resume"], "dim")))
     return lines
 
 
 def facts(snapshot: Snapshot, load: Mapping[str, float]) -> Columns:
-    """Return the columns of FACTS, names and values. What is unknown is not there."""
+    """Return the columns of FACTS, names and values. Unknown values are left out."""
     status = snapshot.status
-    known: dict[str, Any] = {**status, **load, "disk": bytes_text(shutil.disk_usage(snapshot.folder).free)}
-    times = {"saved": snapshot.saved_at} | ({"mirrored": status.get("mirrored_at")} if status.get("mirror") else {})
+    values: dict[str, Any] = {**status, **load, "disk": bytes_text(shutil.disk_usage(snapshot.folder).free)}
+    times = {"saved": snapshot.saved_at}
+    if status.get("mirror"):
+        times["mirrored"] = status.get("mirrored_at")
     for name, then_s in times.items():
-        known[name] = "not yet" if then_s is None else f"{duration_text(max(0.0, time.time() - then_s))} ago"
+        values[name] = "not yet" if then_s is None else f"{duration_text(max(0.0, time.time() - then_s))} ago"
     if "tokens" in status:
-        known["tokens"] = scaled_text(status["tokens"], COUNT_UNITS)
+        values["tokens"] = scaled_text(status["tokens"], COUNT_UNITS)
     if "elapsed_s" in status:
-        known["elapsed"] = duration_text(status["elapsed_s"])
+        values["elapsed"] = duration_text(status["elapsed_s"])
     columns = []
     for forms in FACTS:
         column = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
         for name, form in forms.items():
             with suppress(KeyError):
-                column.add_row(name, form.format_map(known))
+                column.add_row(name, form.format_map(values))
         columns.append(column)
     return Columns(columns, expand=True, padding=(0, 2))
 
 
 def gpus(load: Mapping[str, float]) -> list[RenderableType]:
-    """Return the load of each GPU as far as it was measured, and an empty line if there is one."""
+    """Return the measured load of each GPU, followed by an empty line; [] without GPUs."""
+    numbers = []
+    for name in load:
+        match = re.match(r"gpu(\d+)_", name)
+        if match and match[1] not in numbers:
+            numbers.append(match[1])
     lines = []
-    for number in dict.fromkeys(match[1] for name in load if (match := re.match(r"gpu(\d+)_", name))):
-        known = {form: load.get(f"gpu{number}_{kind}") for kind, form in GPU_FORMS.items()}
-        values = [form.format(value) for form, value in known.items() if value is not None]
-        lines.append(line_of((f"GPU {number}", "dim"), *values))
+    for number in numbers:
+        values = {form: load.get(f"gpu{number}_{kind}") for kind, form in GPU_FORMS.items()}
+        texts = [form.format(value) for form, value in values.items() if value is not None]
+        lines.append(line_of((f"GPU {number}", "dim"), *texts))
     return [Columns(lines, column_first=True, padding=(0, 2)), ""] if lines else []
 
 
 def other_runs(snapshot: Snapshot) -> list[RenderableType]:
     """Return a line for each of the other runs in the folder, the newest first, and an empty line."""
-    if not snapshot.others:
+    if not snapshot.other_runs:
         return []
     columns = [Column("other runs", no_wrap=True), *(Column(no_wrap=True, justify="right") for _ in range(4))]
     table = Table(*columns, box=None, header_style="dim", pad_edge=False)
-    for name, other in list(snapshot.others.items())[:MAX_OTHERS]:
+    for name, other in list(snapshot.other_runs.items())[:MAX_OTHERS]:
         status = other.status
         state = state_of(other).name
         step = f"step {status.get('step', 0):,} of {status.get('max_steps', 0):,}"
         loss = f"loss {status['loss']:.4f}" if "loss" in status else ""
         val_loss = f"val loss {status['val_loss']:.4f}" if "val_loss" in status else ""
         table.add_row(line_of(name), line_of((state, COLOURS.get(state, "red"))), step, loss, val_loss)
-    left_out = len(snapshot.others) - MAX_OTHERS
+    left_out = len(snapshot.other_runs) - MAX_OTHERS
     if left_out > 0:
         table.add_row(f"and {left_out:,} more")
     return [table, ""]
@@ -144,35 +153,48 @@ def other_runs(snapshot: Snapshot) -> list[RenderableType]:
 def chart(curves: Mapping[str, Curve], width: int, height: int) -> list[RenderableType]:
     """Return the lines of a chart: a title, curves with values beside them, and the first and the last step.
 
-    The first losses and extreme spikes lie above the top, so that the rest of the curve is not flat.
+    The first losses and extreme spikes are cut off at the top, so that the rest of the curve is not flat.
     """
-    steps = [step for curve in curves.values() for step, _ in curve]
-    values = [value for curve in curves.values() for _, value in curve]
-    first, last, low, middle = min(steps), max(steps), min(values), median(values)
+    steps: list[int] = []
+    values: list[float] = []
+    for curve in curves.values():
+        steps += [step for step, _ in curve]
+        values += [value for _, value in curve]
+    first = min(steps)
+    last = max(steps)
+    low = min(values)
+    middle = median(values)
     high = max(min(max(values), middle + 3 * (middle - low)), low + 1e-3 * max(1.0, abs(low)))
-    rows, columns = height - 2, width - LABEL_WIDTH - 2  # of characters
-    dots_per_step, dots_per_unit = (2 * columns - 1) / max(1, last - first), (4 * rows - 1) / (high - low)
+    rows = height - 2  # of characters, as columns
+    columns = width - LABEL_WIDTH - 2
+    dots_per_step = (2 * columns - 1) / max(1, last - first)
+    dots_per_unit = (4 * rows - 1) / (high - low)
     cells: dict[tuple[int, int], tuple[int, str]] = {}  # row, column -> bits of the dots, colour of the last curve
     title = Text(" " * (LABEL_WIDTH + 1))
     for name, (noun, colour) in CURVES.items():
         points = [
             ((step - first) * dots_per_step, max(-1.0, (high - value) * dots_per_unit)) for step, value in curves[name]
         ]
-        title.append(f"━━ {noun}  " if points else "", style=colour)
+        title.append(f"━━ {noun}  " if points else "", style=colour)  # no title without a curve
         for (x, y), (next_x, next_y) in pairwise(points[:1] + points):
             count = math.ceil(max(1, abs(next_x - x), abs(next_y - y)))  # of dots from one point to the next
             for i in range(count + 1):
-                column, row = round(x + (next_x - x) * i / count), round(y + (next_y - y) * i / count)
+                column = round(x + (next_x - x) * i / count)
+                row = round(y + (next_y - y) * i / count)
                 if row >= 0:
-                    cell = row // 4, column // 2
-                    cells[cell] = cells.get(cell, (0, ""))[0] | DOTS[column % 2][row % 4], colour
+                    cell = (row // 4, column // 2)
+                    bits, _ = cells.get(cell, (0, ""))
+                    cells[cell] = (bits | DOTS[column % 2][row % 4], colour)
     decimals = max(0, 2 - math.floor(math.log10(high - low)))
     lines: list[RenderableType] = [title]
     for row in range(rows):
         value = high + (low - high) * row / max(1, rows - 1)
         is_labelled = row % 4 == 0 or row == rows - 1
         label = f"{value:{LABEL_WIDTH}.{decimals}f} ┤" if is_labelled else " " * LABEL_WIDTH + " │"
-        drawn = (cells.get((row, column), (0, "")) for column in range(columns))
-        lines.append(Text.assemble((label, "dim"), *((chr(0x2800 | bits) if bits else " ", of) for bits, of in drawn)))
+        parts = [(label, "dim")]
+        for column in range(columns):
+            bits, colour = cells.get((row, column), (0, ""))
+            parts.append((chr(0x2800 | bits) if bits else " ", colour))
+        lines.append(Text.assemble(*parts))
     steps_below = apart(line_of((f"{'':{LABEL_WIDTH}} step {first:,}", "dim")), line_of((f"{last:,}", "dim")))
     return [*lines, steps_below]

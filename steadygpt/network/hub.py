@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
-
-
-# Beside a model's weights and tokenizer.json: how it ends texts, and how a chat is written.
+# Files of a model besides weights and tokenizer.json: how it ends texts, and how a chat is written.
 KEPT_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-class _Index(TypedDict):  # the file of each weight, in the same folder
-    weight_map: dict[str, Annotated[str, r"\w[\w.-]*"]]
+class _Index(TypedDict):
+    weight_map: dict[str, Annotated[str, r"\w[\w.-]*"]]  # name of a weight -> its file, in the same folder
 
 
 class Repo(NamedTuple):
@@ -36,10 +34,10 @@ class Repo(NamedTuple):
     kind: str  # "dataset" or "model"
     name: str
     commit: str
-    online: bool = True  # False: only what is in the cache can be read
+    online: bool = True  # False: only files in the cache can be read
 
     def __str__(self) -> str:
-        return f"{'hf:' * (self.kind == 'dataset')}{self.name}"
+        return f"hf:{self.name}" if self.kind == "dataset" else self.name
 
     @property
     def cache(self) -> Path:
@@ -50,7 +48,7 @@ class Repo(NamedTuple):
 
     @property
     def snapshot(self) -> Path:
-        """The folder of the commit's files in the cache. Here are files, or links to the blobs of other programs."""
+        """The folder of the commit in the cache. It contains files, or links to the blobs of other programs."""
         return self.cache / "snapshots" / self.commit
 
     @property
@@ -63,26 +61,26 @@ class NotFound(UserError):
     """The Hub has no such repository, or this user may not read it."""
 
 
-def _refusal(what: object, error: Exception) -> UserError:
-    """Explain an error that will not pass."""
+def _refusal(subject: object, error: Exception) -> UserError:
+    """Explain an error that a retry cannot help."""
     names = kinds(error)
     if "GatedRepoError" in names or "is a gated" in str(error):  # the message of `datasets`
         return UserError(
-            f"{what}: gated; accept its conditions on its page on the Hugging Face Hub, then run `hf auth login` or "
+            f"{subject}: gated; accept its conditions on its page on the Hugging Face Hub, then run `hf auth login` or "
             "set HF_TOKEN to a token with access"
         )
     if "RevisionNotFoundError" in names:
-        return UserError(f"{what}: no such revision on the Hugging Face Hub; check the part after @")
+        return UserError(f"{subject}: no such revision on the Hugging Face Hub; check the part after @")
     if "RepositoryNotFoundError" in names or status_of(error) in (401, 403):
         return NotFound(
-            f"{what}: not found on the Hugging Face Hub, or private; check the name, and for a private one "
+            f"{subject}: not found on the Hugging Face Hub, or private; check the name, and for a private one "
             "run `hf auth login` or set HF_TOKEN"
         )
     if status_of(error) == 404:
-        return UserError(f"{what}: no such file on the Hugging Face Hub; check the name, then run this again")
+        return UserError(f"{subject}: no such file on the Hugging Face Hub; check the name, then run this again")
     if "OfflineModeIsEnabled" in names:
-        return UserError(f"{what}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
-    return UserError(f"{what}: {brief(error)}; check the name, then run this again")
+        return UserError(f"{subject}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
+    return UserError(f"{subject}: {brief(error)}; check the name, then run this again")
 
 
 HUB = Service(_refusal)
@@ -102,34 +100,35 @@ def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
     from huggingface_hub import HfApi, constants, snapshot_download, utils
     from huggingface_hub.errors import HFValidationError
 
-    utils.logging.set_verbosity_error()  # it prints a page for each retry; we print a line
-    utils.get_session().timeout = retry.SILENCE_S  # of requests that set none
-    what, (name, at, revision) = Repo(kind, spec, ""), spec.partition("@")
-    if not name or (at and not revision):
-        raise UserError(f"'{what}' is incomplete; expected NAME or NAME@REVISION, such as Qwen/Qwen3-0.6B")
+    utils.logging.set_verbosity_error()  # huggingface_hub prints a page for each retry; we print a line
+    utils.get_session().timeout = retry.SILENCE_S  # of requests without a time-out of their own
+    subject = Repo(kind, spec, "")
+    name, separator, revision = spec.partition("@")
+    if not name or (separator and not revision):
+        raise UserError(f"'{subject}' is incomplete; expected NAME or NAME@REVISION, such as Qwen/Qwen3-0.6B")
     try:
         cached = snapshot_download(name, repo_type=kind, revision=pinned or revision or None, local_files_only=True)
         in_cache = Repo(kind, name, Path(cached).name, online=False)
     except HFValidationError as error:
-        raise UserError(f"{what}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
+        raise UserError(f"{subject}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
     except OSError:
         in_cache = None
     if constants.HF_HUB_OFFLINE and in_cache:
         return in_cache
     try:
-        info = persistently(what, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
+        info = persistently(subject, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
     except NoAnswer:
-        if not in_cache or pinned:  # a begun preparation needs the rest of the files
+        if not in_cache or pinned:  # a preparation that has begun needs the rest of the files
             raise
-        say(f"{what}: no answer; using commit {in_cache.commit[:7]}, which is in the cache")
+        say(f"{subject}: no answer; using commit {in_cache.commit[:7]}, which is in the cache")
         return in_cache
     commit = str(info.sha)
-    # Models keep the name given, as in the caches of other programs: gpt2, not openai-community/gpt2.
+    # Models keep the name that the user gave, as in the caches of other programs: gpt2, not openai-community/gpt2.
     repo = Repo(kind, info.id if kind == "dataset" else name, pinned or commit)
     if info.id != name and revision != commit:
-        say(f"{what}: {info.id} on the Hugging Face Hub")
+        say(f"{subject}: {info.id} on the Hugging Face Hub")
     if pinned and commit != pinned:
-        say(f"{what}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}")
+        say(f"{subject}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}")
     if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
         refs = repo.cache / "refs" / (revision or "main")
         with suppress(OSError):  # a cache that cannot be written to may still be read
@@ -147,18 +146,18 @@ def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFil
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    what = f"{repo}{f':{config}' if config else ''}"
+    subject = f"{repo}:{config}" if config else str(repo)
     name, revision = repo.address
     try:
-        builder = persistently(what, lambda: datasets.load_dataset_builder(name, config or None, revision=revision))
+        builder = persistently(subject, lambda: datasets.load_dataset_builder(name, config or None, revision=revision))
     except UserError as error:
         if repo.online:
             raise
-        raise UserError(f"{what}: its files are not in the cache, and there is no network") from error
+        raise UserError(f"{subject}: its files are not in the cache, and there is no network") from error
     splits = builder.config.data_files or {}
     if split not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
-        raise UserError(f"{what}: no split {split!r}, found {names}; expected a data set with this split")
+        raise UserError(f"{subject}: no split {split!r}, found {names}; expected a data set with this split")
     base = f"@{repo.commit}/" if repo.online else f"{repo.snapshot}/"
     if not all(base in path for path in splits[split]):  # the card refers to other places
         return "", [_remote_file(repo, path, 0) for path in splits[split]]
@@ -172,12 +171,12 @@ def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
     """Ask for the sizes and checksums of files, and return the files in the order of `paths`."""
     from huggingface_hub import HfApi
 
-    found: dict[str, RemoteFile] = {}
+    files: dict[str, RemoteFile] = {}
     ask: partial[list] = partial(HfApi().get_paths_info, repo.name, repo_type=repo.kind, revision=repo.commit)
     for first in range(0, len(paths), 500):
         for info in persistently(repo, partial(ask, paths[first : first + 500])):
-            found[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
-    return [found[path] for path in paths]
+            files[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
+    return [files[path] for path in paths]
 
 
 def _remote_file(repo: Repo, path: str, size: int, sha256: str = "") -> RemoteFile:
@@ -200,16 +199,16 @@ def _request(name: str, url: str, size: int, sha256: str, start: int, end: int) 
         hf_raise_for_status(response)
         total = response.headers.get("Content-Range", "").rpartition("/")[2]
         etags = [answer.headers.get("X-Linked-Etag", "") for answer in (*response.history, response)]
-        others = {etag.strip('W/"') for etag in etags} - {"", sha256}
-        if total not in ("", "*", str(size)) or (sha256 and others):
+        other_etags = {etag.strip('W/"') for etag in etags} - {"", sha256}
+        if total not in ("", "*", str(size)) or (sha256 and other_etags):
             raise UserError(f"{name}: changed on the Hugging Face Hub while it was read; run this again")
         yield from response.iter_bytes()
 
 
 def fetch(repo: Repo, path: str) -> Path:
-    """Download a file to the Hub's cache unless it is there, and return where it is.
+    """Download a file to the Hub's cache unless the cache has it, and return its path.
 
-    Several files are downloaded one after the other: the threads of snapshot_download continue after Ctrl-C.
+    Several files are downloaded one after the other, because the threads of snapshot_download continue after Ctrl-C.
 
     Raises: UserError; OSError for errors of this machine, such as a full disk.
     """
@@ -224,7 +223,7 @@ def fetch(repo: Repo, path: str) -> Path:
     try:
         return Path(persistently(f"{repo}/{path}", download))
     except OSError as error:
-        error.filename = error.filename or str(repo.cache)  # writes name no file
+        error.filename = error.filename or str(repo.cache)  # errors of writes name no file
         raise
 
 
@@ -247,7 +246,7 @@ def read_split(name: str, split: str) -> list[dict]:
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     """Download a model NAME[@REVISION]: config.json, its tokenizer.json or vocab.json, KEPT_FILES and its safetensors.
 
-    Returns: their folder in the cache.
+    Returns: the folder of these files in the cache, and the repository.
     """
     from huggingface_hub import HfApi
 
@@ -258,8 +257,9 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     if ADAPTER in paths:
         raise UserError(f"{source}: {what_it_is(Path(repo.name, ADAPTER))}")
     folder = fetch(repo, "config.json").parent
-    wanted = [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]
-    for path in [*wanted, *(name for name in KEPT_FILES if name in paths)]:
+    tokenizer_files = [name for name in ("tokenizer.json", "vocab.json") if name in paths][:1]
+    text_files = [name for name in KEPT_FILES if name in paths]
+    for path in [*tokenizer_files, *text_files]:
         fetch(repo, path)
     if not with_weights or not {WEIGHTS, INDEX} & {*paths}:
         return folder, repo
@@ -271,7 +271,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return where the weights of a model are: in model.safetensors, or in the files that its index names."""
+    """Return the files with the weights of a model: model.safetensors, or the files that its index names."""
     index = folder / INDEX
     if (folder / WEIGHTS).exists() or not index.exists():
         return [folder / WEIGHTS]

@@ -1,4 +1,4 @@
-"""Files on a network, read in place: by ranges, without a copy on the disk."""
+"""Files on a network, read in ranges without a copy on the disk."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service
 
-READ_AHEAD = 2**24  # bytes that are requested beyond those that a reader wants: services limit the rate of requests
+READ_AHEAD = 2**24  # bytes requested beyond those that a reader wants, because services limit the rate of requests
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RemoteFile:
 
     @property
     def identity(self) -> tuple:
-        """What changes when the file is renamed or replaced; a data set of the Hub is at one commit."""
+        """A key that changes when the file is renamed or replaced; a file of the Hub, at one commit, never is."""
         return (self.path, self.size) if self.version is None else (self.path, self.size, self.version)
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
@@ -36,11 +36,12 @@ class RemoteFile:
 
         def receive() -> bytes:
             nonlocal blocks
-            begun, blocks = blocks or self.request(start, end), None  # after an error, request the rest
-            block = next(begun, b"")
+            response = blocks or self.request(start, end)
+            blocks = None  # after an error, request the rest
+            block = next(response, b"")
             if not block and start < end:
                 raise ConnectionError(f"the connection ended {end - start:,} bytes early")
-            blocks = begun
+            blocks = response
             return block
 
         while block := self.service.persistently(self.name, receive):
@@ -50,7 +51,7 @@ class RemoteFile:
             yield block
 
     def open(self) -> BinaryIO:
-        """Open the file, in the Hub's cache if it is there."""
+        """Open the file; if the Hub's cache has it, open it there."""
         if self.cached and self.cached.exists():
             return open_to_read(self.cached)
         from fsspec.spec import AbstractBufferedFile

@@ -7,7 +7,7 @@ import torch
 from model import GPT
 from steadygpt.base.options import UserError
 from steadygpt.base.text import some
-from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, trained_with
+from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, config_of
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.machine.digests import combined, compare_replicas
 from steadygpt.run.history import WITHOUT_TENSORS
@@ -93,7 +93,7 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
         before = history.launches[-1]
         is_other_mixture = before["shares"] != plan.launches[-1]["shares"]
-        if trained_with(before).rows_per_step != config.rows_per_step or is_other_mixture:
+        if config_of(before).rows_per_step != config.rows_per_step or is_other_mixture:
             state.bad_steps = 0  # it counts only steps of one batch size and mixture
     if saved:  # unmap the file, so that its disk space is free once later saves replace it
         saved |= WITHOUT_TENSORS

@@ -16,7 +16,7 @@ from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, trained_with
+from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, config_of
 from steadygpt.config import FINEWEB_EDU_TOKENS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -367,7 +367,7 @@ def note_of_processes(config: TrainConfig, before: Sequence[Launch], ranks: Rank
         advice = "or start a new run with a smaller --mini_batch_size"
         raise UserError(f"--deterministic: {reason}, so expected {possible}; found {ranks.world_size}; {advice}")
     if before:
-        virtual_ranks_before = trained_with(before[-1]).virtual_ranks()
+        virtual_ranks_before = config_of(before[-1]).virtual_ranks()
         if virtual_ranks_before != virtual_ranks:
             message = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
             raise UserError(f"{message}, but the run began with one that fits {virtual_ranks_before}; drop the flag")

@@ -8,7 +8,7 @@ from typing import Any
 
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, Launch, trained_with
+from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, Launch, config_of
 from steadygpt.choices import SCHEDULES, Decay
 from steadygpt.config import TrainConfig
 from steadygpt.run.history import History
@@ -79,7 +79,7 @@ class Schedule:
 
     def _of_launch(self, launch: Launch) -> "Schedule":
         """Return the schedule that a launch had planned."""
-        config = trained_with(launch)
+        config = config_of(launch)
         if not config.max_steps and self.rows_per_epoch:  # its number of epochs decided its length
             max_steps = config.last_step(launch["step"], launch["row"], self.rows_per_epoch)
             config = replace(config, max_steps=max_steps)

@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch):
 
     def save_if_due():
         tiers = [ROLLING.format(run.step)] * (run.step % 10 == 0)
-        if run.saves.is_due(run.step, is_special=bool(tiers)):
+        if run.saves.poll(run.step, is_special=bool(tiers)):
             run.saves.save(run.step, capture, tiers)
 
     def at(step, seconds=0.0):
@@ -180,7 +180,7 @@ def test_the_log_is_durable_before_the_checkpoint(run, monkeypatch):
 
 def test_only_a_lower_validation_loss_is_the_best(run):
     state = TrainState(step=run.step)
-    found = [run.saves.evaluated(state, {"val_loss": loss}, Mock()) for loss in (3.0, 3.0, math.nan, 2.0)]
+    found = [run.saves.record_evaluation(state, {"val_loss": loss}, Mock()) for loss in (3.0, 3.0, math.nan, 2.0)]
     assert (found, state.best_val_loss, state.val_loss) == ([True, False, False, True], 2.0, 2.0)
 
 
@@ -281,7 +281,7 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
                 save()
             if random.random() < 0.5 and content["loss"] not in measured:
                 measured[content["loss"]] = random.random()
-                manager.evaluated(state, {"val_loss": measured[content["loss"]]}, save)
+                manager.record_evaluation(state, {"val_loss": measured[content["loss"]]}, save)
             manager.wait()
             state.step += 1
             content = content | {"loss": random.random()}

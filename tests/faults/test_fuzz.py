@@ -33,7 +33,7 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint, trained_with
+from steadygpt.checkpoint.files import as_checkpoint, check_tensors, config_of, named_tensors, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
@@ -230,9 +230,7 @@ def files(tmp_path_factory):
 
 def settled() -> TrainConfig:
     """Return the configuration of the run in checkpoints/."""
-    return replace(
-        trained_with(read_checkpoint(Path("checkpoints/latest.pt"))["launches"][-1]), expect="prediction.json"
-    )
+    return replace(config_of(read_checkpoint(Path("checkpoints/latest.pt"))["launches"][-1]), expect="prediction.json")
 
 
 def see_prediction() -> None:

@@ -44,7 +44,7 @@ def test_a_number_that_changes_always_shows(bits, data):
 def test_a_large_tensor_is_read_in_parts(monkeypatch):
     tensor = torch.randn(1000)
     whole = digest(tensor)
-    monkeypatch.setattr(digests, "AT_ONCE", 64)
+    monkeypatch.setattr(digests, "BLOCK_NUMBERS", 64)
     assert digest(tensor) == digest(tensor.view(10, 100).mT) == whole
 
 

@@ -302,11 +302,11 @@ def test_the_run_of_a_folder_or_the_newest_one_below_it_and_a_line_for_each_othe
         os.utime(write_run(tmp_path / name) / "status.json", (seconds, seconds))
     (tmp_path / "a/status.json").write_text(json.dumps(STATUS | {"status": "finished", "step": 1000}))
     os.utime(tmp_path / "a/status.json", (100, 100))
-    assert (look(tmp_path).folder, [*look(tmp_path).others]) == (tmp_path / "b", ["x/c", "a"])
+    assert (look(tmp_path).folder, [*look(tmp_path).other_runs]) == (tmp_path / "b", ["x/c", "a"])
     write_run(tmp_path)
     os.utime(tmp_path / "status.json", (50, 50))
     snapshot = look(tmp_path)
-    assert (snapshot.folder, [*snapshot.others]) == (tmp_path, ["b", "x/c", "a"])
+    assert (snapshot.folder, [*snapshot.other_runs]) == (tmp_path, ["b", "x/c", "a"])
     lines = shown(tmp_path, 100, 40)
     start = next(number for number, line in enumerate(lines) if line.startswith("other runs"))
     rows = [line.split() for line in lines[start + 1 : start + 4]]

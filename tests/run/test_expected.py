@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import trained_with
+from steadygpt.checkpoint.files import config_of
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
 from steadygpt.run.expected import BAND, IN_A_ROW, LOSSES, Expected, Prediction, compared_options
@@ -58,7 +58,7 @@ def test_the_warning_comes_once_with_the_second_loss_in_a_row_outside(bad):
 def write(**changes) -> list[str]:
     """Write a prediction for the tiny run of these tests, and return its flags."""
     assert run_here("--eval_freq", "4", *folders("first")) == 0
-    options = compared_options(trained_with(load("first/latest.pt")["launches"][-1]))
+    options = compared_options(config_of(load("first/latest.pt")["launches"][-1]))
     with open("prediction.json", "w") as file:
         json.dump(Prediction(options, [(1, 5.5)])._asdict() | changes, file)
     return ["--expect", "prediction.json", "--eval_freq", "1", *folders("run")]
