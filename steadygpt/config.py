@@ -109,8 +109,10 @@ class GPTConfig:
 
     def parts(self, name: str) -> tuple[int, ...]:
         """Return the rows of the matrices that a weight of a block stacks, by its name."""
-        if "c_attn" in name:  # queries, keys and values
-            return tuple(self.head_size * heads for heads in (self.num_heads, self.kv_heads, self.kv_heads))
+        if "c_attn" in name:
+            query_rows = self.head_size * self.num_heads
+            key_rows = self.head_size * self.kv_heads  # and as many of values
+            return (query_rows, key_rows, key_rows)
         if "c_fc" in name:  # with SwiGLU, gate, then up
             return (self.mlp_size,) * ACTIVATIONS[self.activation].matrices
         return (self.embd_size,)

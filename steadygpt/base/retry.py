@@ -10,7 +10,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 Result = TypeVar("Result")
-# A request without an answer is repeated for this long. In a run with several ranks, the other ranks wait 30 minutes.
+# A request without an answer is repeated for this long. In a run, other ranks wait only --timeout_minutes for rank 0.
 PATIENCE_S = 25 * 60.0
 FIRST_PATIENCE_S = 6.0  # the same until the service has answered once, because there may be no network
 LONGEST_PAUSE_S = 60.0
