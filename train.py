@@ -107,7 +107,7 @@ def build_model(config: TrainConfig, shape: GPTConfig, ranks: Ranks) -> GPT:
 
 
 def check_start(plan: Plan) -> None:
-    """Check on rank 0 that the tensors of the checkpoint, or the weights, from which a run starts fit its model."""
+    """Check on rank 0 that the checkpoint that a run resumes from, or the weights of --init_from, fit its model."""
     history = plan.history
     shape = plan.sketch.config
     if history.weights:  # loaded here, so that a plan needs no download
