@@ -135,10 +135,12 @@ class Saves:
         if "val_loss" in scores:
             state.val_loss = val_loss if math.isfinite(val_loss) else None
         if best:
-            state.best_val_loss = val_loss
-            self.log.note(best_val_loss=val_loss)
+            # The save still has the lowest loss before: after a kill between this save and the link, the evaluation is
+            # repeated, and its loss must be the lowest again.
             if self.step != state.step:
                 save()
+            state.best_val_loss = val_loss
+            self.log.note(best_val_loss=val_loss)
         if self.writer:
             self.writer.submit(self.writer.record, state.step, scores, best)
         return best
