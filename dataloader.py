@@ -127,7 +127,7 @@ class Mixture(Rows):
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number = int(positions[0]) // BLOCK_ROWS
-        given, order = self.phase.given_before(number), self.phase.order(number, self.seed)
+        given, order = self.phase.rows_used_before_block(number), self.phase.order(number, self.seed)
         shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
         first_shard = 0
         for i, (source, share) in enumerate(sorted(self.phase.shares.items())):

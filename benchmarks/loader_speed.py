@@ -46,7 +46,7 @@ def four_sources(shard: Shard, context: int) -> Mixture:
         for i in range(4)
     }
     shares = shares_of_block({str(i): Fraction(4 - i) for i in range(4)})
-    return Mixture(streams, Phase(0, 0, shares, given={}), seed=0)
+    return Mixture(streams, Phase(0, 0, shares, rows_used_before={}), seed=0)
 
 
 def tokens_per_second(get, tokens: int, seconds: float, device: torch.device) -> float:

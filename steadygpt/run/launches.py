@@ -48,7 +48,7 @@ def new_launch(history: History, data: Data, known: Mapping[str, list], ranks: R
 
     sources = identified(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
-    given = phase_of(before).given_at(row, seed) if before else {}
+    given = phase_of(before).rows_used_at(row, seed) if before else {}
     entry: Launch = {
         "id": secrets.token_hex(8),
         "step": history.step,
@@ -107,5 +107,5 @@ def epochs_of_sources(data: Data, launches: Sequence[Launch], row: int) -> dict[
     """Return by name how many epochs of each source of a mixture a run has seen once it has consumed `row` rows."""
     if len(data.sources) == 1:
         return {}
-    places, given = launches[-1]["sources"], phase_of(launches).given_at(row, launches[-1]["options"]["seed"])
+    places, given = launches[-1]["sources"], phase_of(launches).rows_used_at(row, launches[-1]["options"]["seed"])
     return {shards.name: given[places[shards.name][1]] / rows.rows_per_epoch for shards, rows, _ in data.sources}
