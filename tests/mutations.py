@@ -113,7 +113,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/base/opening.py", "if not (stat.S_ISREG(mode) or", "if not (True or", "base/test_opening"),
     ("steadygpt/run/repeats.py", "difference > bound", "False", "run/test_repeats"),
     ("steadygpt/checkpoint/files.py", "if parts.size > MOST_PARTS", "if False", "checkpoint/test_files"),
-    ("steadygpt/data/shards.py", "found.st_size < expected", "False", "test_dataloader"),
+    ("steadygpt/data/shards.py", "stat.st_size < expected", "False", "test_dataloader"),
     ("steadygpt/run/results.py", "statistics.median(self.row_seconds)", "statistics.fmean(self.row_seconds)",
      "run/test_results"),
     ("steadygpt/checkpoint/files.py", "if bad := archive.testzip():",
