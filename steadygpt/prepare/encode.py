@@ -94,7 +94,7 @@ def encode(
             clean = repair(text)
             if clean is not text:
                 repaired += clean.count("\ufffd") - text.count("\ufffd")
-            spelled += tokenizer.spelled(clean)
+            spelled += tokenizer.count_special_texts(clean)
             if is_begin:
                 documents += 1
                 ids += np.array([document_id], dtype).tobytes()
