@@ -128,15 +128,15 @@ def run_row(row: Row, args: argparse.Namespace, limit_s: float) -> dict:
             finally:
                 kill_all(process, f"TMPDIR={tmp}")
         figures = json.loads(figures_file.read_text() or "{}")
-    said = reason_of(log.read_text(errors="replace")).strip("= ")
+    reason = reason_of(log.read_text(errors="replace")).strip("= ")
     if status == 0:
-        text = "; ".join(f"{name} {figure_text(figure)}" for name, figure in figures.items()) or said
+        text = "; ".join(f"{name} {figure_text(figure)}" for name, figure in figures.items()) or reason
     elif status is None:
-        text = f"failed: did not end in {limit_s:.0f} s; {said}"
+        text = f"failed: did not end in {limit_s:.0f} s; {reason}"
     elif status < 0:
-        text = f"failed: killed by {signal.Signals(-status).name}; {said}"
+        text = f"failed: killed by {signal.Signals(-status).name}; {reason}"
     else:
-        text = f"failed: {said}"
+        text = f"failed: {reason}"
     return {"ok": status == 0, "text": text, "figures": figures, "seconds": round(time.monotonic() - start_s)}
 
 

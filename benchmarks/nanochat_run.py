@@ -40,7 +40,8 @@ def options_and_schedules(script: Path) -> tuple[dict[str, float], list[ast.stmt
 
     The script trains as soon as it is imported, so they are taken from its source.
     """
-    defaults, functions = {}, []
+    defaults = {}
+    functions = []
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name in SCHEDULES:
             functions.append(node)

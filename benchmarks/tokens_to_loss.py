@@ -346,17 +346,17 @@ def train(study: Study, run: Run) -> None:
         return
     folder = study.folder(run)
     folder.mkdir(parents=True, exist_ok=True)
-    said = ""
+    output = ""
     points = {}
     try:
-        said = output_of(*study.command(run, folder), folder / "out.txt")
+        output = output_of(*study.command(run, folder), folder / "out.txt")
     except UserError:
         status = folder / "status.json"
         if not status.exists() or "non-finite" not in json.loads(status.read_text()).get("reason", ""):
             raise
         points = study.losses(run) | {run.steps: math.nan}
     if run.side == "nanogpt":
-        points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", said, re.M)}
+        points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", output, re.M)}
         del points[0]
         if not math.isnan(points[run.steps]):
             points[run.steps] = evaluate(study, folder / "ckpt.pt")
@@ -377,8 +377,8 @@ def evaluate(study: Study, weights: Path) -> float:
         total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0,
         sample_freq=0,
     )  # fmt: skip
-    said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
-    return float(re.findall(r"^val loss ([^\s,]+)", said, re.MULTILINE)[0])
+    output = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
+    return float(re.findall(r"^val loss ([^\s,]+)", output, re.MULTILINE)[0])
 
 
 def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
@@ -396,10 +396,10 @@ def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
     finally:
         process.terminate()  # our train.py saves
         process.wait()
-    said = file.read_text(errors="replace")
+    text = file.read_text(errors="replace")
     if failed:
-        raise UserError(f"{file}: the run failed: {reason_of(said)}")
-    return said
+        raise UserError(f"{file}: the run failed: {reason_of(text)}")
+    return text
 
 
 def train_all(study: Study, runs: Sequence[Run]) -> int:

@@ -160,7 +160,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/prepare/encode.py", "clean = repair(text)", "clean = text", "test_prepare_dataset"),
     ("steadygpt/network/remote.py", "start += len(block)", "start += len(block) + 1", "network/test_hub"),
     ("steadygpt/network/hub.py", "(sha256 and others)", "False", "network/test_hub"),
-    ("steadygpt/data/tokenizer_check.py", "if found == expected:", "if True:", "data/test_tokenizer_json"),
+    ("steadygpt/data/tokenizer_check.py", "if ids == expected:", "if True:", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "if i < previous:", "if False:", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "ignore_merges = False", "ignore_merges = True", "data/test_tokenizer_json"),
     ("steadygpt/data/tokenizer_check.py", "if expected != i:", "if False:", "data/test_tokenizer_json"),

@@ -304,7 +304,8 @@ def _as_own_checkpoint(
     }
     if weights is None:
         return checkpoint
-    head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
+    head = foreign_names("lm_head.weight", family)[0]
+    table = foreign_names("wte.weight", family)[0]
     if config.tied_head and table not in weights and head in weights:  # a tied table may have either name
         weights[table] = weights[head]
     for name, sketch in sketch_of(config).named_parameters():  # which leave out a tied head
@@ -313,8 +314,8 @@ def _as_own_checkpoint(
             expected = (rows, config.embd_size) if name in TABLES else tuple(foreign_sketch.shape)
             tensor = weights.pop(foreign, None)
             if tensor is None or tuple(tensor.shape) != expected:
-                found = "missing" if tensor is None else tuple(tensor.shape)
-                raise UserError(f"{source}: the weight {foreign} is {found}; expected {expected}")
+                shape = "missing" if tensor is None else tuple(tensor.shape)
+                raise UserError(f"{source}: the weight {foreign} is {shape}; expected {expected}")
             if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # such as scaled float8
                 raise UserError(f"{source}: the weight {foreign} is {tensor.dtype}; expected fp64, fp32, fp16 or bf16")
             if not tensor.isfinite().all():
@@ -415,13 +416,13 @@ def kept_files(folder: Path, stored: dict) -> str:
 def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:
     """Return the Kept of a record, without ids outside the vocabulary and without files other than KEPT_FILES."""
     advice = "convert the weights again"
-    kept = parse_json(record.tokenizer_files or '{"ids": {}, "files": {}}', Kept, "tokenizer_files", advice)
-    ids = {name: value for name, value in kept["ids"].items() if name in SPECIAL_IDS}
+    content = parse_json(record.tokenizer_files or '{"ids": {}, "files": {}}', Kept, "tokenizer_files", advice)
+    ids = {name: value for name, value in content["ids"].items() if name in SPECIAL_IDS}
     for name, value in list(ids.items()):
         values = value if isinstance(value, list) else [value]
         if any(i >= vocab_size for i in values):
             del ids[name]
-    return Kept(ids=ids, files={name: text for name, text in kept["files"].items() if name in hub.KEPT_FILES})
+    return Kept(ids=ids, files={name: text for name, text in content["files"].items() if name in hub.KEPT_FILES})
 
 
 def _assume_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:

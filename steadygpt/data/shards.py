@@ -335,7 +335,7 @@ class ShardSet:
         known_sums = [digests.get(shard.path.name) or recorded.get(stamp(shard.path)) for shard in self.shards]
         if not all(known_sums) and not reads:
             return ""
-        sums = [known or sha256_of(shard.path) for known, shard in zip(known_sums, self.shards, strict=True)]
+        sums = [known_sum or sha256_of(shard.path) for known_sum, shard in zip(known_sums, self.shards, strict=True)]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
     def check(self, vocab_size: int, fingerprint: Mapping[str, Sequence[list]] = {}) -> list[list]:
@@ -383,11 +383,11 @@ class Recorded(NamedTuple):
 def check_listing(listing: Mapping[str, str], listing_of_main: Mapping[str, str]) -> None:
     """Compare the listing of the shards of this machine with that of rank 0."""
     for path in sorted(listing.keys() | listing_of_main.keys()):
-        found = listing.get(path, "no such shard")
+        description = listing.get(path, "no such shard")
         expected = listing_of_main.get(path, "no such shard")
-        if found != expected:
+        if description != expected:
             raise UserError(
-                f"{path}: differs from rank 0's; found {found}, expected {expected}. Every node needs the same "
+                f"{path}: differs from rank 0's; found {description}, expected {expected}. Every node needs the same "
                 "shards: copy rank 0's folder"
             )
 

@@ -59,13 +59,13 @@ class Tokenizer:
         """The id of the token that begins every document."""
         special = self.encoding._special_tokens
         if self.document_token not in special:
-            found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
-            if found:
+            tokens = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
+            if tokens:
                 advice = "name the one that begins each document with --document_token of prepare_dataset.py"
             else:
                 advice = "add one to its added_tokens, because one begins each document"
             raise UserError(
-                f"the tokenizer has no special token {self.document_token!r}; found {found or 'none'}; {advice}"
+                f"the tokenizer has no special token {self.document_token!r}; found {tokens or 'none'}; {advice}"
             )
         return special[self.document_token]
 
@@ -231,10 +231,10 @@ def get_tokenizer(name: str) -> Tokenizer:
     if not name:
         raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
-        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(
             f"unknown tokenizer {name!r}; expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a tokenizer.json, or "
-            f"one of {known}"
+            f"one of {names}"
         )
     # The identity contains the name instead of the pattern, which differs in writing between releases of tiktoken.
     return Tokenizer(_download(name), f"{name} of tiktoken")

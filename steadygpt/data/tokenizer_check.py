@@ -106,17 +106,17 @@ def _library(tokenizer: Tokenizer, where: object) -> Any:
 
 def _compare(tokenizer: Tokenizer, library: Any, texts: Iterable[str], where: object) -> None:
     for text in texts:
-        found = tokenizer.encode(text)
+        ids = tokenizer.encode(text)
         expected = library.encode(text, add_special_tokens=False).ids
-        if found == expected:
+        if ids == expected:
             continue
-        shorter = min(len(found), len(expected))
-        first_difference = next((i for i in range(shorter) if found[i] != expected[i]), shorter)
+        shorter = min(len(ids), len(expected))
+        first_difference = next((i for i in range(shorter) if ids[i] != expected[i]), shorter)
         part = slice(max(0, first_difference - 1), first_difference + 4)  # from the last common id on
-        longest = max(map(tokenizer.decode, (found[part], expected[part])), key=len)[:50]
+        longest = max(map(tokenizer.decode, (ids[part], expected[part])), key=len)[:50]
         raise refusal(
             where,
-            f"other ids than in the library tokenizers for {longest!r}: found {found[part]}, "
+            f"other ids than in the library tokenizers for {longest!r}: found {ids[part]}, "
             f"but {expected[part]} in the library",
         )
 

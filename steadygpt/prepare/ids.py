@@ -67,8 +67,8 @@ def _open_npz(file: BinaryIO, name: str) -> tuple[_Array, _Array | None]:
     if name in members:
         names = [name]
     if len(names) != 1:
-        found = ", ".join(members) or "no arrays"
-        raise UserError(f"{file.name}: found {found}; expected one array of token ids, or its name as --text_field")
+        arrays = ", ".join(members) or "no arrays"
+        raise UserError(f"{file.name}: found {arrays}; expected one array of token ids, or its name as --text_field")
     ids = _open(archive.open(members[names[0]]), ".npy", f"{file.name}: {names[0]}")
     if MASK not in members or names[0] == MASK:
         return ids, None
