@@ -1,10 +1,10 @@
 """Conversion of weights from and to Hugging Face folders, and from nanoGPT's checkpoints.
 
-The families of steadygpt/convert/families.py are known: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
+steadygpt/convert/families.py lists the supported families: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
 
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
     python convert_hf.py average:10 exported             # with the mean weights of the newest ten rolling checkpoints
-    python convert_hf.py exported weights.pt             # and back
+    python convert_hf.py exported weights.pt             # from the folder back to a checkpoint
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
 
@@ -75,7 +75,8 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
 
     Returns: warnings for the user.
     """
-    safetensors, config = import_safetensors(folder), load_model(checkpoint).config
+    safetensors = import_safetensors(folder)
+    config = load_model(checkpoint).config
     kind = find_family(config)
     family = FAMILIES[kind]
 
@@ -93,30 +94,32 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 
-    has_biases = family.fixed.get("bias", True)  # a class that has biases always has them: missing ones become zeros
+    # Classes with biases do not make them optional, so zeros stand for missing biases.
+    has_biases = family.fixed.get("bias", True)
     weights: dict[str, Tensor] = {}
-    for name, empty in sketch_of(dataclasses.replace(config, bias=has_biases)).named_parameters():
-        weight = checkpoint["model"].get(name, torch.zeros(empty.shape)).to(getattr(torch, dtype))
+    for name, sketch in sketch_of(dataclasses.replace(config, bias=has_biases)).named_parameters():
+        weight = checkpoint["model"].get(name, torch.zeros(sketch.shape)).to(getattr(torch, dtype))
         if not weight.isfinite().all():
             raise UserError(f"{folder}: {name} has numbers beyond {dtype}; try --dtype bfloat16")
         weights |= to_foreign(name, weight, config, family)
 
     own = {"bias": config.bias, "vocab_size": config.vocab_size, **record._asdict()}
-    del own["tokenizer_json"], own["tokenizer_files"]  # are files of the folder
-    kept = read_kept(record, config.vocab_size)
-    # None for NanoChat, whose default is an id; its embedding is then not trained.
-    ids: dict = dict.fromkeys(SPECIAL_IDS) | kept["ids"]
+    del own["tokenizer_json"], own["tokenizer_files"]  # the folder has them as files
+    source_folder = read_kept(record, config.vocab_size)
+    # None replaces the default of NanoChat's pad_token_id, which is an id: training would skip its embedding.
+    ids: dict = dict.fromkeys(SPECIAL_IDS) | source_folder["ids"]
     if not record.tokenizer_files:
         ids |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
     stored = write_config(config, kind) | ids | {"torch_dtype": dtype, "steadygpt": own}
     texts = {"config.json": as_json(stored), "generation_config.json": as_json(ids)}
     if tokenizer_json:
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context_length}
         if end_of_text is not None:
-            about |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
-        about["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 passes others to generate()
-        texts |= {"tokenizer_config.json": as_json(about), TOKENIZER_JSON: tokenizer_json}
-    texts |= kept["files"]
+            tokenizer_config |= dict.fromkeys(("bos_token", "eos_token"), record.document_token)
+        # By default, transformers 4 would pass more inputs to generate().
+        tokenizer_config["model_input_names"] = ["input_ids", "attention_mask"]
+        texts |= {"tokenizer_config.json": as_json(tokenizer_config), TOKENIZER_JSON: tokenizer_json}
+    texts |= source_folder["files"]
     temporary = folder.absolute().with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
@@ -124,7 +127,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
         for name, text in texts.items():
             (temporary / name).write_bytes(text.encode())
         safetensors.torch.save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        # As readable as the others: safetensors lets only the owner read it.
+        # safetensors lets only the owner read its file, so give it the mode of the others.
         shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         for file in temporary.iterdir():
             with open_to_read(file) as written:
@@ -140,7 +143,8 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, "Convert weights from and to Hugging Face folders, and from nanoGPT.")
-    source, target = options.source, Path(options.target)
+    source = options.source
+    target = Path(options.target)
     notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
@@ -148,21 +152,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
     if source in ("latest", *NAMED) or source.startswith("average:"):
         path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
-        source, checkpoint = str(path), with_tokenizer(checkpoint, record_named(options.tokenizer), path)
+        source = str(path)
+        checkpoint = with_tokenizer(checkpoint, record_named(options.tokenizer), path)
     else:
         checkpoint = read_weights(source, options.tokenizer)
     if target.suffix == ".pt" and options.dtype != "float32":
         raise UserError(f"--dtype is for a Hugging Face folder, and {target} is a checkpoint, in float32; drop it")
     if target.suffix == ".pt":
         # Without the fields of TrainState that only a run needs.
-        kept = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)
-        content = {key: checkpoint[key] for key in kept} | WITHOUT_RUN
+        keys = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)
+        content = {key: checkpoint[key] for key in keys} | WITHOUT_RUN
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, lambda file: torch.save(content, file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
-        use, record = f"python train.py --init_from {target}", TokenizerRecord.of(checkpoint)
+        use = f"python train.py --init_from {target}"
+        record = TokenizerRecord.of(checkpoint)
         if record.is_file and not record.tokenizer_json:
             notes.append(
                 f"no tokenizer in {target}: the {TOKENIZER_JSON} of {record.tokenizer} is missing; to add it, convert "

@@ -141,7 +141,7 @@ class Mixture(Rows):
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number = int(positions[0]) // BLOCK_ROWS
-        rows_used = self.phase.given_before(number)
+        rows_used = self.phase.rows_used_before_block(number)
         order = self.phase.order(number, self.seed)  # which source has each row of the block
         shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
         first_shard = 0  # of the source, among the shards of all sources

@@ -1,4 +1,4 @@
-"""Text that a checkpoint continues.
+"""Sampling of text from a checkpoint.
 
 python generate.py --prompt "Hello, I'm a language model," --num_seq 4
 python generate.py --prompt_file prompt.txt                     # - reads standard input
@@ -35,14 +35,15 @@ def generate(
 ) -> Tensor:
     """Continue each row of idx (B, T) int64 by max_tokens sampled ids; return (B, T + max_tokens) int64.
 
-    Beyond context_length tokens the model sees the last context_length of them.
+    If a row is longer than context_length, the model sees only its last context_length tokens.
 
     Args:
         temperature: 0 takes the most likely token.
-        generator: on idx's device; the only source of randomness if given.
-        vocab_size: ids from here on are never sampled: the tokenizer cannot decode them.
+        generator: on idx's device; if it is not None, it is the only source of randomness.
+        vocab_size: ids from vocab_size on are never sampled, because the tokenizer cannot decode them.
     """
-    context, cache = model.config.context_length, KVCache(model.config, idx.size(1) + max_tokens)
+    context = model.config.context_length
+    cache = KVCache(model.config, idx.size(1) + max_tokens)
     step = None
     with evaluating(model), any_length():
         for _ in range(max_tokens):
@@ -51,36 +52,39 @@ def generate(
             if fits and cache.length and can_record(model):
                 step = step or recorded_step(model, cache, idx[:, -1:])
                 logits = step(idx[:, -1:])
+            elif fits:
+                logits = model(idx[:, cache.length :], cache=cache)
             else:
-                logits = model(idx[:, cache.length :], cache=cache) if fits else model(idx[:, -context:])
+                logits = model(idx[:, -context:])
             token = sample(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
             idx = torch.cat([idx, token], dim=1)
     return idx
 
 
 def can_record(model: GPT) -> bool:
-    """Return whether a CUDA graph can compute a token: on one GPU, not with FSDP, whose graph would hold transfers."""
+    """Return whether a CUDA graph can compute a token: on a GPU, and not with FSDP, which transfers weights."""
     return model.wte.weight.is_cuda and not is_sharded(model.wte.weight)
 
 
 def recorded_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function from each row's next token (B, 1) to logits, which a GPU launches as one graph.
 
-    A graph repeats its work at the same addresses. So attention sees the whole cache, of which a mask covers what is
-    not there yet, and the position is a tensor.
+    A graph repeats its work at the same addresses. So attention sees the whole cache, with a mask over the part that
+    is not filled yet, and the position is a tensor.
     """
-    token, position = torch.empty_like(like), torch.tensor([cache.length], device=like.device)
-    places = torch.arange(cache.max_length, device=like.device).view(1, 1, 1, -1)
+    token = torch.empty_like(like)
+    position = torch.tensor([cache.length], device=like.device)
+    cache_positions = torch.arange(cache.max_length, device=like.device).view(1, 1, 1, -1)
 
     def step() -> Tensor:
-        logits = model(token, cache=cache, positions=position, mask=places <= position)
+        logits = model(token, cache=cache, positions=position, mask=cache_positions <= position)
         position.add_(1)
         return logits
 
     replay = Recorded(step, like.device)
 
-    def next_logits(last: Tensor) -> Tensor:
-        token.copy_(last)
+    def next_logits(last_token: Tensor) -> Tensor:
+        token.copy_(last_token)
         return replay()
 
     return next_logits
@@ -88,9 +92,9 @@ def recorded_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor]
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Draw one id per row of (B, V) logits; return (B, 1) int64."""
-    if temperature < 1e-6:  # dividing by less overflows
+    if temperature < 1e-6:  # dividing by a smaller number overflows
         return logits.argmax(-1, keepdim=True)
-    # Weights that diverge have such logits. A sample of them must not end a run.
+    # Diverging weights give NaN or infinite logits, and sampling from them must not end a run.
     logits = (logits / temperature).nan_to_num(nan=0.0, neginf=-torch.inf)
     if top_k:
         logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
@@ -98,18 +102,29 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 
 
 def sample_texts(
-    model: GPT, tokenizer: Tokenizer, prompt: str, max_tokens: int, generator: torch.Generator, count: int = 1, **how
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    generator: torch.Generator,
+    count: int = 1,
+    **sampling,
 ) -> list[str]:
-    """Return `count` texts that begin a document with `prompt` and end with the document or after max_tokens.
+    """Sample `count` texts, each a document that begins with `prompt` and has at most max_tokens more.
 
     Args:
         generator: on the model's device; the only source of randomness.
-        how: temperature and top_k of generate.
+        sampling: temperature and top_k of generate.
     """
-    start = [tokenizer.document_id, *tokenizer.encode(prompt)]  # as every document of the data begins
+    document_id = tokenizer.document_id
+    start = [document_id, *tokenizer.encode(prompt)]  # documents of the data also begin with the document token
     idx = torch.tensor([start] * count, device=generator.device)
-    found = generate(model, idx, max_tokens, generator=generator, vocab_size=tokenizer.n_vocab, **how)[:, 1:].tolist()
-    return [tokenizer.decode(ids[: (*ids, start[0]).index(start[0])]) for ids in found]  # up to the next document
+    idx = generate(model, idx, max_tokens, generator=generator, vocab_size=tokenizer.n_vocab, **sampling)
+    texts = []
+    for ids in idx[:, 1:].tolist():
+        end = (*ids, document_id).index(document_id)  # of the document
+        texts.append(tokenizer.decode(ids[:end]))
+    return texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,17 +170,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
         model = load_model(checkpoint).to(ranks.device)
         tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
-        context, tokens = model.config.context_length, 1 + len(tokenizer.encode(prompt))
+        context = model.config.context_length
+        tokens = 1 + len(tokenizer.encode(prompt))
         if tokens > context:
             print(f"warning: the prompt has {tokens:,} tokens; the model sees the last {context:,}", file=sys.stderr)
         generator = torch.Generator(ranks.device).manual_seed(options.seed)
-        how = {"temperature": options.temperature, "top_k": options.top_k}
+        sampling = {"temperature": options.temperature, "top_k": options.top_k}
         with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
-            texts = sample_texts(model, tokenizer, prompt, options.max_tokens, generator, options.num_seq, **how)
+            texts = sample_texts(model, tokenizer, prompt, options.max_tokens, generator, options.num_seq, **sampling)
         for number, text in enumerate(texts, start=1):
             if options.num_seq > 1:
                 print(f"--- {number} of {options.num_seq}")
-            print(printable(text, keep="\n\t") if sys.stdout.isatty() else text)  # in a pipe it stays exact
+            print(printable(text, keep="\n\t") if sys.stdout.isatty() else text)  # a pipe gets the exact text
     return 0
 
 

@@ -51,11 +51,11 @@ class LookOptions(ModelOptions):
 def visible(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Return ids as text, safe to print on a terminal; a document token begins a new line as ⟨document⟩."""
     parts: list[str] = []
-    for is_text, run in groupby(ids, lambda i: i < tokenizer.n_vocab and tokenizer.num_bytes[i] > 0):
-        if is_text:  # characters may have bytes of several tokens
-            parts.append(_safe(b"".join(tokenizer.bytes_of[i] for i in run)))
+    for is_text, group in groupby(ids, lambda i: i < tokenizer.n_vocab and tokenizer.num_bytes[i] > 0):
+        if is_text:  # decode the group together, because a character may have bytes of several tokens
+            parts.append(_safe(b"".join(tokenizer.bytes_of[i] for i in group)))
             continue
-        for i in run:
+        for i in group:
             if i != tokenizer.document_id:
                 name = _safe(tokenizer.bytes_of.get(i, b"id %d" % i))
                 parts.append(f"⟨{name}⟩")
@@ -78,7 +78,7 @@ def count_split(shards: Sequence[Shard], tokenizer: Tokenizer, advance: Callable
     """Return how often each id occurs in the shards of a split, (n_vocab,) int64.
 
     Args:
-        shards: their ids are in the vocabulary, which ShardSet.check verifies.
+        shards: have only ids in the vocabulary, as ShardSet.check verifies.
         advance: is called with the number of tokens of each block.
     """
     counts = np.zeros(tokenizer.n_vocab, np.int64)
@@ -91,14 +91,18 @@ def count_split(shards: Sequence[Shard], tokenizer: Tokenizer, advance: Callable
 
 
 def size_line(name: str, files: int, counts: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the line of a split or of their total, with how often each id occurs in it (n_vocab,)."""
+    """Return the line of the table for a split, or for the total.
+
+    Args:
+        counts: how often each id occurs, (n_vocab,).
+    """
     tokens = counts.sum()
     bytes_per_token = counts @ tokenizer.num_bytes / max(1, tokens)
     return f"{name:<7}{files:>8,}{tokens:>17,}{bytes_per_token:>14.2f}{counts[tokenizer.document_id]:>18,}"
 
 
 def read_tokens(shards: Sequence[Shard], start: int, count: int) -> np.ndarray:
-    """Return the ids from a position of a split on, at most `count`, (n,)."""
+    """Return at most `count` ids of a split, from position `start` on, (n,)."""
     parts = []
     for shard in shards:
         parts.append(shard.tokens()[max(0, start) : max(0, start + count)])
@@ -109,8 +113,8 @@ def read_tokens(shards: Sequence[Shard], start: int, count: int) -> np.ndarray:
 def look_at_folder(options: LookOptions) -> None:
     """Print the sizes of the splits of a folder, and random rows of its train split."""
     folder = Path(options.folder)
-    names = ["train", "val"] if shard_files(folder, "val") else ["train"]
-    sets = [ShardSet.find(split, options.folder, split) for split in names]
+    splits = ["train", "val"] if shard_files(folder, "val") else ["train"]
+    sets = [ShardSet.find(split, options.folder, split) for split in splits]
     record, _ = tokenizer_of(sets, options.tokenizer, saved=None)
     tokenizer = load_tokenizer(record, folder)
     sets = [shard_set.for_vocab(tokenizer.n_vocab) for shard_set in sets]
@@ -138,9 +142,9 @@ def look_at_folder(options: LookOptions) -> None:
 
 
 def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[Shard, str]]:
-    """Find the rows that a step of the run of a checkpoint trained on, or will train on.
+    """Find the rows that a step of a checkpoint's run trained on, or will train on.
 
-    Returns: the rows to read from; those of the step; the source and the file of each shard.
+    Returns: the mixture; the range of the step's rows in it; the source and the file of each shard, as text.
     """
     launches = checkpoint["launches"]
     if not launches:
@@ -148,12 +152,15 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
     if step < launches[0]["step"]:
         raise UserError(f"--step is {step:,}; expected {launches[0]['step']:,} or more, the first one of {path}")
     number = max(n for n, launch in enumerate(launches) if launch["step"] <= step)
-    launch, is_last, config = launches[number], number + 1 == len(launches), config_of(launches[number])
-    streams, files = {}, dict[Shard, str]()
-    for shards, rows, _ in recorded_sources(config, launch["sources"], step, checkpoint["data_fingerprint"]):
-        streams[launch["sources"][shards.name][1]] = rows
-        files |= {shard: printable(f"{shards.name}, {shard.path.name}") for shard in rows.shards}
-    end = config.last_step(launch["step"], launch["row"], sum(rows.rows_per_epoch for rows in streams.values()))
+    launch = launches[number]
+    is_last = number + 1 == len(launches)
+    config = config_of(launch)
+    streams = {}  # identity of a source -> its rows
+    files: dict[Shard, str] = {}
+    for shards, stream, _ in recorded_sources(config, launch["sources"], step, checkpoint["data_fingerprint"]):
+        streams[launch["sources"][shards.name][1]] = stream
+        files |= {shard: printable(f"{shards.name}, {shard.path.name}") for shard in stream.shards}
+    end = config.last_step(launch["step"], launch["row"], sum(stream.rows_per_epoch for stream in streams.values()))
     if is_last and step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
     first = launch["row"] + (step - launch["step"]) * config.rows_per_step
@@ -161,10 +168,12 @@ def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, 
 
 
 def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:
-    """Return the mean loss of each of the rows (n, T + 1) under the model of a checkpoint, (n,)."""
-    losses, T = [], rows.shape[1] - 1
+    """Compute the mean loss of each of the rows (n, T + 1) with the model of a checkpoint, (n,)."""
+    losses = []
+    T = rows.shape[1] - 1
     with joined(options.device) as ranks, ProgressBar(desc="scoring", total=len(rows), unit="row", delay=3) as bar:
-        model, device = load_model(checkpoint).to(ranks.device), ranks.device
+        device = ranks.device
+        model = load_model(checkpoint).to(device)
         precision = choose_precision(options.precision, device)
         rows_at_once = max(1, TOKENS_PER_BATCH["cpu" if device.type == "cpu" else "gpu"] // T)
         with evaluating(model), autocast(device, precision):
@@ -179,19 +188,24 @@ def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.n
 def look_at_step(options: LookOptions, step: int) -> None:
     path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
-    mixture, of_step, files = find_step(checkpoint, path, step)
-    first, count, last = of_step.start, len(of_step), of_step.stop - 1
+    mixture, step_rows, files = find_step(checkpoint, path, step)
+    first = step_rows.start
+    last = step_rows.stop - 1
+    count = len(step_rows)
     print(f"step {step:,}: rows {first:,} to {last:,}, with options of {path} at step {checkpoint['step']:,}")
-    rows, order, losses = mixture.read(first, count), np.arange(count), [""] * count
+    rows = mixture.read(first, count)
+    order = np.arange(count)
+    notes = [""] * count
     if options.by == "loss":
         nearest = sorted(scan(path.parent), key=lambda file: abs(file.head.step - step) if file.head else 0)
         path, checkpoint = next(intact_checkpoints(nearest), (path, checkpoint))
-        found = row_losses(checkpoint, rows, options)
-        order, losses = np.argsort(-found, kind="stable"), [f"loss {loss:.4f}, " for loss in found]
-        print(f"mean loss {found.mean():.4f}, of {path} at step {checkpoint['step']:,}")
-    shards, firsts = mixture.find(first, count)
+        losses = row_losses(checkpoint, rows, options)
+        order = np.argsort(-losses, kind="stable")
+        notes = [f"loss {loss:.4f}, " for loss in losses]
+        print(f"mean loss {losses.mean():.4f}, of {path} at step {checkpoint['step']:,}")
+    shards, first_tokens = mixture.find(first, count)
     for i in order[: options.rows or count].tolist():
-        print(f"\n--- row {i:,}: {losses[i]}{files[mixture.shards[shards[i]]]} from token {firsts[i]:,} on")
+        print(f"\n--- row {i:,}: {notes[i]}{files[mixture.shards[shards[i]]]} from token {first_tokens[i]:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 
@@ -203,11 +217,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "nothing to show; expected a folder of token shards, or --step N of the run in --checkpoint_dir"
         )
-    mine, other = ("with FOLDER", "with --step") if options.folder else ("with --step", "with FOLDER")
-    of_model = {f.name for f in fields(ModelOptions)} if options.folder else set()
+    unused: set[str] = set()  # options that this use of the command ignores
+    if options.folder:
+        group, unused_group = "with FOLDER", "with --step"
+        unused |= {f.name for f in fields(ModelOptions)}  # a folder of shards needs no model
+    else:
+        group, unused_group = "with --step", "with FOLDER"
     for name, f in options_of(options).items():
-        if (name in of_model or f.metadata["group"] == other) and getattr(options, name) != f.default:
-            raise UserError(f"--{name} cannot be combined {mine}; drop one of them")
+        is_unused = name in unused or f.metadata["group"] == unused_group
+        if is_unused and getattr(options, name) != f.default:
+            raise UserError(f"--{name} cannot be combined {group}; drop one of them")
     if options.step is None:
         look_at_folder(options)
     else:

@@ -35,8 +35,6 @@ INTERVAL = 0.15  # 18 of 20 recorded runs ended this close to their prediction (
 MEASURED_RATIO = 4  # the largest recorded run had 4 times the FLOPs of the wider of its two
 WIDTH = ("embd_size", "num_heads", "num_kv_heads", "intermediate_size")  # the options in which the runs may differ
 
-ABOUT = "Predict the loss of a run from two finished runs of narrower models."
-
 
 @dataclass(frozen=True)
 class PredictOptions:
@@ -52,13 +50,13 @@ class PredictOptions:
 class FinishedRun(NamedTuple):
     folder: Path
     config: TrainConfig  # settled
-    asked: dict[str, Any]  # the options as they were given
+    options: dict[str, Any]  # as the user set them
     settings: dict[str, Any]  # see settings_of()
     losses: dict[int, float]  # step -> validation loss, ascending
 
 
 def flops_per_token(config: TrainConfig) -> float:
-    """Return the FLOPs of a token of a settled run in training, which are six times the size N of its model."""
+    """Return the FLOPs of training a settled run on one token: six times the size N of its model."""
     with torch.device("meta"):
         return GPT(config.shape(config.vocab_size), config, initialize=False).flops_per_token()
 
@@ -68,7 +66,7 @@ def settings_of(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     settings = compared_options(config)
     for name in WIDTH:
         del settings[name]
-    # The folders of the data may have been moved, so their content identifies them.
+    # The folders of the data may have been moved, so their content identifies the data.
     settings["training data"] = [f"{identity[:12]} {rows}" for identity, rows in sorted(launch["shares"].items())]
     settings["validation data"] = [identity[:12] for _, identity in launch["val_sets"].values()]
     return settings
@@ -116,19 +114,20 @@ def extrapolate(narrow: dict[int, float], wide: dict[int, float], times: float) 
     """Return steps and predicted losses, from step -> loss of two runs.
 
     Args:
-        times: log size from the wider to the larger model, divided by that from the narrower to the wider one.
+        times: the log of the size ratio of the larger to the wider model, divided by that of the wider to the narrower
+            model.
     """
     curve = []
     for step, loss in wide.items():
         if step in narrow:
-            # Early in training a wider model can be worse, which says nothing about a yet wider one.
+            # Early in training a wider model can be worse. This says nothing about a model that is wider still.
             gain = min(1.0, loss / narrow[step])
             curve.append((step, loss * gain**times))
     return curve
 
 
 def check_proportions(run: FinishedRun, config: TrainConfig) -> None:
-    """Check that the larger model has the heads, and the options of the width, that a narrower run has."""
+    """Check that the larger model has heads of the same size as a narrower run, and sets the same options of width."""
     if config.head_size != run.config.head_size:
         heads = f"--num_heads {config.embd_size // run.config.head_size}"
         size = f"a head has {config.head_size} dimensions; expected {run.config.head_size}, as in {run.folder}"
@@ -150,27 +149,31 @@ def train_command(options: Mapping[str, Any], prediction: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse_options(PredictOptions, argv, ABOUT)
+    options = parse_options(
+        PredictOptions, argv, "Predict the loss of a run from two finished runs of narrower models."
+    )
     if not (options.embd_size and options.num_heads):
         raise UserError("expected the --embd_size and the --num_heads of the larger model")
     first = read_run(Path(options.first_run))
     second = read_run(Path(options.second_run))
     narrow, wide = sorted((first, second), key=lambda run: flops_per_token(run.config))
-    differs = difference(narrow.settings, wide.settings)
-    if differs:
-        raise UserError(f"{narrow.folder} and {wide.folder}: expected to differ in width alone ({differs:.200})")
+    changed = difference(narrow.settings, wide.settings)
+    if changed:
+        raise UserError(f"{narrow.folder} and {wide.folder}: expected to differ in width alone ({changed:.200})")
     width = {name: getattr(options, name) for name in WIDTH}
     config = replace(wide.config, **width)
     config.check_shape()
     for run in (narrow, wide):
         check_proportions(run, config)
-    sizes = [flops_per_token(narrow.config), flops_per_token(wide.config), flops_per_token(config)]
-    if not sizes[0] < sizes[1] < sizes[2]:
+    narrow_flops = flops_per_token(narrow.config)
+    wide_flops = flops_per_token(wide.config)
+    flops = flops_per_token(config)
+    if not narrow_flops < wide_flops < flops:
         widths = f"{narrow.config.embd_size}, {wide.config.embd_size} and {config.embd_size}"
         raise UserError(f"the models are {widths} wide; expected two different ones, and --embd_size above both")
 
-    ratio = sizes[2] / sizes[1]
-    curve = extrapolate(narrow.losses, wide.losses, math.log(ratio) / math.log(sizes[1] / sizes[0]))
+    ratio = flops / wide_flops
+    curve = extrapolate(narrow.losses, wide.losses, math.log(ratio) / math.log(wide_flops / narrow_flops))
     last_step, loss = curve[-1]
     for run in (narrow, wide):
         print(labelled("from", f"loss {run.losses[last_step]:.3f}, {run.config.embd_size:,} wide, {run.folder}"))
@@ -188,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         replace_file(out, lambda file: file.write(content))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another path") from None
-    print(f"\nnext: {train_command(wide.asked | width, options.out)}")
+    print(f"\nnext: {train_command(wide.options | width, options.out)}")
 
 
 if __name__ == "__main__":

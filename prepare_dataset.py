@@ -307,10 +307,10 @@ def estimate(source: Source, manifest: Manifest, out: Path, options: PrepareOpti
         return 0.0, 0.0
     encode = manifest.encoder(out)
     encoding = encode(sample)
-    if encoding.spelled:
+    if encoding.special_texts:
         names = dict[str, str]()  # token -> the first file that contains it
         for block in sample:
-            for token in encode([block]).spelled:
+            for token in encode([block]).special_texts:
                 names.setdefault(token, block.name)
         for token, name in names.items():
             explain_special_token(name, token, manifest.document_token)

@@ -1,9 +1,9 @@
-"""Replay of recorded steps: train.py takes them again, and the records of both are compared bit for bit.
+"""Replay of recorded steps: train.py takes the steps again, and their records are compared bit for bit.
 
 python replay.py --step 4213                        # of checkpoints/, from the nearest checkpoint before it
 python replay.py --steps 4000:4250 --checkpoint_dir checkpoints/run7
 
-The replay is a fork with a folder of its own, so the original run does not change.
+The replay is a fork of the run in a folder of its own, so the original run does not change.
 """
 
 import os
@@ -30,7 +30,7 @@ from steadygpt.run.launches import difference
 from steadygpt.run.repeats import Comparison, recorded_steps
 
 AS_RECORDED = "code, machine and options are as recorded"
-OFF = [  # what costs time and changes no step, and what writes elsewhere
+OFF = [  # these cost time and change no step, or write outside the folder of the fork
     "--eval_freq=0", "--hellaswag_freq=0", "--core_freq=0", "--core_dir=", "--sample_freq=0", "--expect=",
     "--checkpoint_freq=0", "--checkpoint_minutes=0", "--max_hours=0", "--system_metrics_s=0", "--mirror=",
     "--use_tensorboard=off", "--use_wandb=off",
@@ -56,9 +56,15 @@ class ReplayOptions:
 
 
 def find_origin(folder: Path, line: LaunchLine, first: int) -> tuple[Path, Launch]:
-    """Return the nearest checkpoint before a step that the same launch saved, and its record of the launch."""
-    before = [file for file in scan(folder) if file.head and line["first_step"] <= file.head.step <= first]
-    # Of two names of one step, not the one that the next save of a run in progress replaces.
+    """Find the newest checkpoint at or before step `first` that the launch saved.
+
+    Returns: its path, and its record of the launch.
+    """
+    before = []
+    for file in scan(folder):
+        if file.head and line["first_step"] <= file.head.step <= first:
+            before.append(file)
+    # If a step has two names, prefer the one that the next save of a run in progress does not replace.
     before.sort(key=lambda file: (file.order[1], file.path.name not in (LATEST, BACKUP)), reverse=True)
     for path, checkpoint in intact_checkpoints(before):
         launches = checkpoint["launches"]
@@ -75,8 +81,8 @@ def train_until(last: int, fork: Path, command: Sequence[str], env: dict[str, st
     try:
         while child.poll() is None and not any(records for _, records in segments(fork / METRICS, last, "loss")):
             time.sleep(0.2)
-        with suppress(ProcessLookupError):  # it has ended
-            # Rank 0 stops all ranks. Stopped itself, torchrun would print a traceback.
+        with suppress(ProcessLookupError):  # the process has ended
+            # Signal rank 0, which stops all ranks. Signalled instead, torchrun would print a traceback.
             os.kill(read_status(fork).get("pid", child.pid), signal.SIGINT)
         return child.wait()
     finally:
@@ -85,7 +91,7 @@ def train_until(last: int, fork: Path, command: Sequence[str], env: dict[str, st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay steps; return 1 if one of them differs by more than is usual."""
+    """Replay steps; return 1 if one of them differs by more than usual."""
     options = parse_options(ReplayOptions, argv, "Train recorded steps of a run again, and compare the records.")
     first, last = options.span()
     if "RANK" in os.environ:
@@ -100,19 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         ranks = min(ranks, torch.cuda.device_count())
 
-    # --max_steps decides the learning rate, so it stays as it was, and the child is stopped.
+    # --max_steps decides the learning rate, so it keeps its value, and train_until() stops the child.
     fork = Path(tempfile.mkdtemp(prefix=f"replay-{first}-{last}-", dir=".")).name
     files = ["--checkpoint_dir", fork, "--log_freq", "1"]
     train = [str(Path(__file__).with_name("train.py")), "--resume", str(origin), "--device", device.type]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else []), *train, *files, *OFF]
-    env = os.environ | {"OMP_NUM_THREADS": str(launch["threads"])}  # sums on a CPU depend on the threads
+    env = os.environ | {"OMP_NUM_THREADS": str(launch["threads"])}  # sums on a CPU depend on the number of threads
     status = train_until(last, Path(fork), command, env)
     replayed, records = next(segments(Path(fork, METRICS), key="loss"), (line, []))
-    measured = {int(record["step"] or 0): record for record in records}
-    if replayed["first_step"] > first or last not in measured:
-        with suppress(OSError):
-            Path(fork).rmdir()  # if nothing was written
+    replayed_steps = {int(record["step"] or 0): record for record in records}
+    if replayed["first_step"] > first or last not in replayed_steps:
+        with suppress(OSError):  # not empty: train.py has written something
+            Path(fork).rmdir()
         ended = f"it ended with exit status {status}, and its messages say why"
         raise UserError(f"train.py has not taken steps {first:,} to {last:,} in {fork}; {ended}")
 
@@ -127,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparison = Comparison(replayed["first_step"], is_exact=not reasons)
     for step in range(replayed["first_step"], last + 1):
         if step in recorded:
-            comparison.add(step, recorded[step], measured[step])
+            comparison.add(step, recorded[step], replayed_steps[step])
     print(f"replayed from {printable(str(origin))}: {', '.join(reasons) or AS_RECORDED}")
     span = f"steps {replayed['first_step']:,} to {last:,}" if last > replayed["first_step"] else f"step {last:,}"
     print(f"{span}: {comparison.result()}")

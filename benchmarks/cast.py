@@ -28,7 +28,8 @@ COMMANDS = (
     "python train.py --config test --deterministic on --sample_freq 0",
     "python train.py --resume latest",
 )
-KILLED_AFTER, STEPS_AFTER = 60, 6  # the step of the kill; the steps shown after the comparison
+KILLED_AFTER = 60  # the step of the kill
+STEPS_AFTER = 6  # the steps shown after the comparison
 COLUMNS, ROWS, ROWS_BELOW = 72, 16, 3
 CHARACTER, LINE, MARGIN, BAR = 8.4, 20, 18, 38  # width and heights in pixels
 STEP = re.compile(r"(?P<before>step +(?P<step>[\d,]+)\b(?!.*val loss).*?\bloss +)(?P<loss>[\d.]+)(?P<after>.*)")
@@ -74,8 +75,8 @@ def record() -> dict[str, Any]:
 
 def step_of(line: str) -> int:
     """Return the number of a step's line; -1 for other lines."""
-    found = STEP.match(line)
-    return int(found["step"].replace(",", "")) if found else -1
+    match = STEP.match(line)
+    return int(match["step"].replace(",", "")) if match else -1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,20 +111,23 @@ class Pane:
 
     def svg(self, name: str, top: float, duration: float) -> str:
         """Return the pane with its two animations, which scroll the lines and move the cursor."""
-        scroll, cursor, places = [], [], []
+        scroll = []  # keyframes
+        cursor = []
         for instant, row, column in sorted(self.moves):
             hidden = max(0, row + 1 - self.rows)
-            places.append((f"translate(0,{-hidden * LINE}px)", f"translate({column * CHARACTER:.1f}px,{row * LINE}px)"))
+            scrolled = f"translate(0,{-hidden * LINE}px)"
+            moved = f"translate({column * CHARACTER:.1f}px,{row * LINE}px)"
             percent = f"{100 * instant / duration:.2f}%"
-            for keyframes, place in zip((scroll, cursor), places[-1], strict=True):
-                keyframes.append(f"{percent}{{transform:{place}}}")
-        style = "".join(
-            f"@keyframes {name}{kind}{{{''.join(keyframes)}}}"
-            f".{name}{kind}{{transform:{place};animation:{name}{kind} {duration:.2f}s step-end infinite}}"
-            for kind, keyframes, place in zip("sc", (scroll, cursor), places[-1], strict=True)
-        )
+            scroll.append(f"{percent}{{transform:{scrolled}}}")
+            cursor.append(f"{percent}{{transform:{moved}}}")
+        style = ""
+        # After the last move, the transforms of the last keyframes stay.
+        for kind, keyframes, transform in (("s", scroll, scrolled), ("c", cursor, moved)):
+            style += f"@keyframes {name}{kind}{{{''.join(keyframes)}}}"
+            style += f".{name}{kind}{{transform:{transform};animation:{name}{kind} {duration:.2f}s step-end infinite}}"
         texts = "".join(f'<text y="{LINE * row + 15}">{line}</text>' for row, line in enumerate(self.lines))
-        width, height = COLUMNS * CHARACTER + 2, self.rows * LINE
+        width = COLUMNS * CHARACTER + 2
+        height = self.rows * LINE
         return (
             f'<style>{style}</style><svg y="{top}" width="{width}" height="{height}">'
             f'<g class="{name}s">{texts}<g class="{name}c"><rect class="cover" width="{width}" height="{LINE}"/>'
@@ -161,7 +165,9 @@ def show_life(pane: Pane, instant: float, lines: Sequence[str], pace: float, los
         if COMPARISON.search(line):
             for part in textwrap.wrap(line, COLUMNS):
                 pane.show(instant, tspan(part, "green"))
-            instant, pace, loss_style = instant + 2.2, 0.3, "blue"
+            instant += 2.2
+            pace = 0.3
+            loss_style = "blue"
         elif step_of(line) >= 0:
             show_step(pane, instant, line, loss_style)
             instant += pace
@@ -176,7 +182,9 @@ def draw(recorded: dict[str, Any]) -> str:
     first, second = recorded["lives"]
     if not any(map(COMPARISON.search, second["lines"])):
         sys.exit("the recording has no line which says that the repeated steps are the same; see COMPARISON")
-    random, pane, below = Random(0), Pane(ROWS), Pane(ROWS_BELOW)
+    random = Random(0)
+    pane = Pane(ROWS)
+    below = Pane(ROWS_BELOW)
     pane.prompt(0)
     below.prompt(0)
     killed = show_life(pane, pane.type(0.8, COMMANDS[0], random), first["lines"], 0.045, "blue")

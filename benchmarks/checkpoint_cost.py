@@ -35,7 +35,8 @@ class Training:
         self.optimizer = make_optimizer(self.model, TrainConfig(max_lr=1e-4), Ranks(device))
         self.host_copy = HostCopy(Ranks(device))
         self.tokens = torch.randint(0, 50257, (rows, context + 1), device=device)
-        self.micro_steps, self.device = micro_steps, device
+        self.micro_steps = micro_steps
+        self.device = device
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -101,17 +102,18 @@ def main() -> None:
     step_s = statistics.median(plain) / args.steps
     print(f"{size / 1e9:.2f} GB, steps of {step_s:.2f} s, {ranks.device}")
     print(f"durable after: {median_text(durable[1:], 's')}")
-    extra = {name: [with_s - without_s for with_s, without_s in zip(figures[name], plain, strict=True)]
-             for name in paused}  # fmt: skip
-    for what, measured in (("extra time", extra), ("until the call returns", paused)):
-        for name, found in measured.items():
-            print(f"{what}, {name}: {median_text(found, 's')}")
+    extra = {}
+    for name in paused:
+        extra[name] = [with_s - without_s for with_s, without_s in zip(figures[name], plain, strict=True)]
+    for quantity, measured in (("extra time", extra), ("until the call returns", paused)):
+        for name, seconds_of_rounds in measured.items():
+            print(f"{quantity}, {name}: {median_text(seconds_of_rounds, 's')}")
         # The medians are divided, because the extra time of a single round can be below zero.
         share = statistics.median(measured["SteadyGPT"]) / statistics.median(measured["torch.save"])
-        print(f"{what}, SteadyGPT / torch.save: {share:.0%}")
+        print(f"{quantity}, SteadyGPT / torch.save: {share:.0%}")
     steps = [extra_s / step_s for extra_s in extra["SteadyGPT"]]
-    found = {"extra time": summary(steps, "steps per checkpoint"), "pause": summary(paused["SteadyGPT"], "s")}
-    write_json(args.json, found)
+    summaries = {"extra time": summary(steps, "steps per checkpoint"), "pause": summary(paused["SteadyGPT"], "s")}
+    write_json(args.json, summaries)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int, unit: str) -> Fi
         for name in list(sides) if number % 2 else reversed(sides):
             figures[name].append(sides[name]())
         left_s = (time.perf_counter() - start) / number * (rounds - number)
-        shown = "; ".join(f"{name} {number_text(found[-1])}" for name, found in figures.items())
-        print(f"round {number} of {rounds}: {shown} {unit}; {left_s:,.0f} s left", flush=True)
+        newest = "; ".join(f"{name} {number_text(values[-1])}" for name, values in figures.items())
+        print(f"round {number} of {rounds}: {newest} {unit}; {left_s:,.0f} s left", flush=True)
     return figures
 
 
@@ -75,12 +75,13 @@ def report(
     first, *others = figures
     pairs = [(first, other) for other in others] if pairs is None else pairs
     width = max(map(len, figures))
-    for name, found in figures.items():
-        print(f"{name:<{width}}  {median_text(found, unit)}")
+    for name, values in figures.items():
+        print(f"{name:<{width}}  {median_text(values, unit)}")
     for one, other in pairs:
         print(f"{one} / {other}: {ratio_text(figures, one, other)}")
-    found = {name: summary(values, unit) for name, values in figures.items()}
-    write_json(args.json, found | {f"{a} / {b}": summary(ratios(figures, a, b), "") for a, b in pairs})
+    summaries = {name: summary(values, unit) for name, values in figures.items()}
+    summaries |= {f"{a} / {b}": summary(ratios(figures, a, b), "") for a, b in pairs}
+    write_json(args.json, summaries)
     if args.plot:
         plot(figures, unit, args.plot)
 
@@ -91,9 +92,15 @@ def pairs_of_equal_precision(figures: Figures) -> list[tuple[str, str]]:
     Our bf16 is also paired with nanoGPT's fp32, because nanoGPT computes in fp32 on a CPU.
     """
     ours = [name for name in figures if name.startswith("SteadyGPT, ")]
-    pairs = [(a, b) for a in ours for b in figures if a != b and a.split(", ")[1] == b.split(", ")[1]]
+    pairs = []
+    for our_side in ours:
+        for side in figures:
+            if side != our_side and side.split(", ")[1] == our_side.split(", ")[1]:
+                pairs.append((our_side, side))
     on_a_cpu = ("SteadyGPT, bf16", "nanoGPT, fp32")
-    return pairs + [on_a_cpu] * (figures.keys() >= {*on_a_cpu})
+    if figures.keys() >= {*on_a_cpu}:
+        pairs.append(on_a_cpu)
+    return pairs
 
 
 def ratios(figures: Figures, one: str, other: str) -> list[float]:
@@ -103,25 +110,25 @@ def ratios(figures: Figures, one: str, other: str) -> list[float]:
 
 def ratio_text(figures: Figures, one: str, other: str) -> str:
     """Format the median and range of the ratios of two sides."""
-    found = ratios(figures, one, other)
-    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+    values = ratios(figures, one, other)
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def summary(found: Sequence[float], unit: str) -> dict:
-    return {"median": statistics.median(found), "low": min(found), "high": max(found), "unit": unit}
+def summary(values: Sequence[float], unit: str) -> dict:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values), "unit": unit}
 
 
-def write_json(file: Path | None, found: dict[str, dict]) -> None:
+def write_json(file: Path | None, summaries: dict[str, dict]) -> None:
     """Add figures to the file of --json, if there is one: name -> median, low, high and unit."""
     if file:
         earlier = json.loads(file.read_text() or "{}") if file.exists() else {}
-        file.write_text(json.dumps(earlier | found, indent=1))
+        file.write_text(json.dumps(earlier | summaries, indent=1))
 
 
-def median_text(found: Sequence[float], unit: str) -> str:
+def median_text(values: Sequence[float], unit: str) -> str:
     """Format the median and the range of one side."""
-    spread = f"{number_text(min(found))} to {number_text(max(found))}"
-    return f"median {number_text(statistics.median(found))} {unit} ({spread})"
+    spread = f"{number_text(min(values))} to {number_text(max(values))}"
+    return f"median {number_text(statistics.median(values))} {unit} ({spread})"
 
 
 def number_text(x: float) -> str:
@@ -134,29 +141,34 @@ def plot(figures: Figures, unit: str, file: Path) -> None:
 
     picture.set_style(15)
     groups: dict[str, Figures] = {}
-    for name, found in figures.items():
+    for name, values in figures.items():
         side, _, precision = name.partition(", ")
-        groups.setdefault(precision, {})[side] = found
+        groups.setdefault(precision, {})[side] = values
     bars = sum(not name.startswith(LIMIT) for name in figures)
     figure, axes = pyplot.subplots(figsize=(9, 0.5 * (bars + len(groups)) + 0.8), layout="constrained")
-    high, row, places, labels = max(map(max, figures.values())), 0.0, [], []
+    high = max(map(max, figures.values()))
+    row = 0.0
+    ticks = []
+    labels = []
     for precision, sides in groups.items():
-        top, limit = row, sides.pop(LIMIT, None)
-        for side, found in sides.items():
-            median = statistics.median(found)
+        top = row
+        limits = sides.pop(LIMIT, None)
+        for side, values in sides.items():
+            median = statistics.median(values)
             colour = picture.BLUE if side.startswith("SteadyGPT") else picture.GREY
             axes.barh(row, median, height=0.8, color=colour)
-            axes.plot([min(found), max(found)], [row, row], color=picture.INK, linewidth=1.4)
-            places.append(row)
-            labels.append(f"{side}{precision and ', '}{precision}: {number_text(median)}")
+            axes.plot([min(values), max(values)], [row, row], color=picture.INK, linewidth=1.4)
+            ticks.append(row)
+            label = f"{side}, {precision}" if precision else side
+            labels.append(f"{label}: {number_text(median)}")
             row += 1
-        if limit:
-            at = statistics.median(limit)
-            axes.plot([at, at], [top - 0.5, row - 0.5], color=picture.RED, linewidth=2.5)
-            text = f"{LIMIT} {number_text(at)}"
-            axes.annotate(text, (at, top - 0.5), (0, 3), textcoords="offset points", ha="right", color=picture.RED)
+        if limits:
+            limit = statistics.median(limits)
+            axes.plot([limit, limit], [top - 0.5, row - 0.5], color=picture.RED, linewidth=2.5)
+            text = f"{LIMIT} {number_text(limit)}"
+            axes.annotate(text, (limit, top - 0.5), (0, 3), textcoords="offset points", ha="right", color=picture.RED)
         row += 0.7
-    axes.set_yticks(places, labels)
+    axes.set_yticks(ticks, labels)
     axes.set(xlabel=unit, xlim=(0, high * 1.12), ylim=(row - 1.1, -1.1))
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
@@ -217,10 +229,10 @@ class HeldProgram:
         self.lines.put(None)
 
     def _next_line(self) -> float:
-        at = self.lines.get()
-        if at is None:
+        printed_at = self.lines.get()
+        if printed_at is None:
             raise ProgramEnded(f"{' '.join(map(str, self.process.args))} ended:\n{''.join(self.output[-20:])}")
-        return at
+        return printed_at
 
     def seconds_per_step(self, steps: int, discarded: int = 1) -> float:
         """Continue the program, discard the steps in progress and time the next `steps` steps.

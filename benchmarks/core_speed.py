@@ -58,9 +58,10 @@ def write_bundle(folder: Path, rows: int = 40, seed: int = 0) -> None:
         return " ".join(pick.choice(WORDS) for _ in range(pick.randint(1, most)))
 
     def row(kind: str, choices: int) -> dict:
-        context, strange = words(pick.choice([8, 40, 80])), pick.random() < 0.1
+        context = words(pick.choice([8, 40, 80]))
+        is_strange = pick.random() < 0.1
         texts = [words(8) for _ in range(choices)]
-        if strange:
+        if is_strange:
             context = pick.choice([words(1500), "", f"  {context} \n", context])
             texts[pick.randrange(choices)] = pick.choice(
                 [texts[0], f"{texts[0]} {words(3)}", "." if kind == GREEDY else ""]
@@ -72,17 +73,18 @@ def write_bundle(folder: Path, rows: int = 40, seed: int = 0) -> None:
             return {"context_options": contexts, "continuation": words(12), "gold": pick.randrange(choices)}
         return {"query": context, "choices": texts, "gold": pick.randrange(choices)}
 
-    listed = []
+    entries = []
     for label, (kind, shots, delimiter, _, choices) in TASKS.items():
         path = folder / "eval_data" / kind / f"{label}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(row(kind, choices), ensure_ascii=pick.random() < 0.5) for _ in range(rows)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        listed.append(
-            f"- label: {label}\n  dataset_uri: {kind}/{path.name}\n  num_fewshot: [{shots}]\n  icl_task_type: {kind}\n"
-            + (f"  continuation_delimiter: {json.dumps(delimiter)}\n" if delimiter != " " else "")
-        )
-    (folder / "core.yaml").write_text("icl_tasks:\n" + "".join(listed))
+        entry = f"- label: {label}\n  dataset_uri: {kind}/{path.name}\n  num_fewshot: [{shots}]\n"
+        entry += f"  icl_task_type: {kind}\n"
+        if delimiter != " ":
+            entry += f"  continuation_delimiter: {json.dumps(delimiter)}\n"
+        entries.append(entry)
+    (folder / "core.yaml").write_text("icl_tasks:\n" + "".join(entries))
     chances = "".join(f"{label},{chance}\n" for label, (*_, chance, _) in TASKS.items())
     (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{chances}")
 
@@ -91,12 +93,14 @@ class TheirView:
     """Our model and tokenizer as nanochat's evaluation expects them."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer):
-        self.model, self.tokenizer, self.max_seq_len = model, tokenizer, model.config.context_length
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_seq_len = model.config.context_length
 
-    def __call__(self, found: Tensor | list[str], prepend: int = 0) -> Tensor | list[list[int]]:
-        if isinstance(found, Tensor):
-            return self.model(found)
-        return [[prepend, *self.tokenizer.encode(text)] for text in found]
+    def __call__(self, ids_or_texts: Tensor | list[str], prepend: int = 0) -> Tensor | list[list[int]]:
+        if isinstance(ids_or_texts, Tensor):
+            return self.model(ids_or_texts)
+        return [[prepend, *self.tokenizer.encode(text)] for text in ids_or_texts]
 
     def get_bos_token_id(self) -> int:
         return self.tokenizer.document_id
@@ -136,7 +140,8 @@ def main() -> None:
     torch.manual_seed(0)
     if args.checkpoint:
         checkpoint = read_checkpoint(args.checkpoint)
-        model, tokenizer = load_model(checkpoint), load_tokenizer(TokenizerRecord.of(checkpoint))
+        model = load_model(checkpoint)
+        tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
     else:
         layers, heads, width = args.size
         model = GPT(GPTConfig(vocab_size=50257, num_layers=layers, num_heads=heads, embd_size=width))
@@ -151,13 +156,15 @@ def main() -> None:
         answers = {}
 
         def ours() -> float:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             suite = Suite.load(CORE, folder, args.rows, tokenizer, model.config.context_length, ranks)
             answers["ours"] = right_answers(suite.questions, score(model, suite.questions, ranks))[1].tolist()
-            return len(answers["ours"]) / (time.perf_counter() - begun)
+            return len(answers["ours"]) / (time.perf_counter() - start)
 
         def nanochat() -> float:
-            theirs, begun, right = their_module(args.nanochat), time.perf_counter(), []
+            theirs = their_module(args.nanochat)
+            start = time.perf_counter()
+            right: list[bool | None] = []
             for task in tasks:
                 meta = {"task_type": task.kind, "num_fewshot": task.shots, "continuation_delimiter": task.delimiter}
                 rows = their_rows(task)
@@ -167,14 +174,17 @@ def main() -> None:
                     except AssertionError:  # where tokens of the context join those of the continuation
                         right.append(None)
             answers["nanochat"] = right
-            return len(right) / (time.perf_counter() - begun)
+            return len(right) / (time.perf_counter() - start)
 
-        sides = {"SteadyGPT": ours} | ({"nanochat": nanochat} if args.nanochat else {})
+        sides = {"SteadyGPT": ours}
+        if args.nanochat:
+            sides["nanochat"] = nanochat
         figures = in_turn(sides, args.rounds, "examples/s")
     print(f"{len(answers['ours']):,} examples, {sum(answers['ours']):,} right")
-    if theirs := answers.get("nanochat"):
+    theirs = answers.get("nanochat")
+    if theirs:
         pairs = enumerate(zip(answers["ours"], theirs, strict=True))
-        differing = [number for number, (one, other) in pairs if other not in (one, None)]
+        differing = [number for number, (our_answer, their_answer) in pairs if their_answer not in (our_answer, None)]
         print(f"nanochat refuses {theirs.count(None)}; the answers to these differ: {differing}")
     report(figures, "examples/s", args)
 

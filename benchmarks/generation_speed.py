@@ -27,7 +27,8 @@ from steadygpt.machine.ranks import joined
 def nanogpt_model(file: Path) -> ModuleType:
     """Import nanoGPT's model.py, under a name that no module of ours has."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -54,15 +55,15 @@ def main() -> None:
             })  # fmt: skip
             samplers["nanoGPT"] = nano.to(ranks.device).generate
         ours.to(ranks.device)
-        start = torch.zeros(1, 1, dtype=torch.int64, device=ranks.device)
+        idx = torch.zeros(1, 1, dtype=torch.int64, device=ranks.device)
 
         def tokens_per_second(sample, precision: str) -> float:
             synchronize(ranks.device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             with torch.no_grad(), autocast(ranks.device, precision):
-                sample(start, args.tokens, temperature=0.8, top_k=200)
+                sample(idx, args.tokens, temperature=0.8, top_k=200)
             synchronize(ranks.device)
-            return args.tokens / (time.perf_counter() - begun)
+            return args.tokens / (time.perf_counter() - start)
 
         measured = {}
         for precision in args.precision:

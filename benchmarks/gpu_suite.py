@@ -94,7 +94,7 @@ ROWS = [
         "--rows 2 --context 64 --rounds 1 --micro_steps 1 --seconds 0.1"),
     *[Row("fits", f"{preset}, {rows} rows", 300,
           f"-m benchmarks.memory --json {{json}} --variants as_it_is --config {preset} --rows {rows}",
-          "--micro_steps 1" * (preset in ("test", "quickstart")))
+          "--micro_steps 1" if preset in ("test", "quickstart") else "")
       for preset in PRESETS for rows in ("preset", "auto")],
     Row("trace", "five steps of 124 M", 240, TRACE, f"{TINY} --mini_batch_size 1 --total_batch_size 1024"),
 ]  # fmt: skip
@@ -102,14 +102,17 @@ ROWS = [
 
 def run_row(row: Row, args: argparse.Namespace, limit_s: float) -> dict:
     """Run a row in a process of its own; return its figures, or the last line of its output, or why it failed."""
-    start_s, log = time.monotonic(), args.out / f"{row.part}, {row.name}.log"
+    start_s = time.monotonic()
+    log = args.out / f"{row.part}, {row.name}.log"
     with tempfile.TemporaryDirectory(prefix="gpu_suite-", ignore_cleanup_errors=True) as tmp:
-        found = Path(tmp, "found.json")
-        found.touch()
-        places = {"json": found, "tmp": tmp, "out": args.out, "device": args.device}
+        figures_file = Path(tmp, "figures.json")
+        figures_file.touch()
+        values = {"json": figures_file, "tmp": tmp, "out": args.out, "device": args.device}
         lists = {"{nanogpt}": args.nanogpt, "{gpus}": args.gpus}
-        command = shlex.split(row.command + f" {row.quick}" * args.quick)
-        words = [word.format(**places) for part in command for word in lists.get(part, [part])]
+        command = f"{row.command} {row.quick}" if args.quick else row.command
+        words = []
+        for part in shlex.split(command):
+            words += [word.format(**values) for word in lists.get(part, [part])]
         # Rows share compiled kernels, although each has a temporary folder of its own.
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), "gpu_suite-compile-cache"))}
         with open(log, "w") as output:
@@ -124,22 +127,24 @@ def run_row(row: Row, args: argparse.Namespace, limit_s: float) -> dict:
                 status = None
             finally:
                 kill_all(process, f"TMPDIR={tmp}")
-        figures = json.loads(found.read_text() or "{}")
-    said = reason_of(log.read_text(errors="replace")).strip("= ")
+        figures = json.loads(figures_file.read_text() or "{}")
+    reason = reason_of(log.read_text(errors="replace")).strip("= ")
     if status == 0:
-        text = "; ".join(f"{name} {figure_text(figure)}" for name, figure in figures.items()) or said
+        text = "; ".join(f"{name} {figure_text(figure)}" for name, figure in figures.items()) or reason
     elif status is None:
-        text = f"failed: did not end in {limit_s:.0f} s; {said}"
+        text = f"failed: did not end in {limit_s:.0f} s; {reason}"
     elif status < 0:
-        text = f"failed: killed by {signal.Signals(-status).name}; {said}"
+        text = f"failed: killed by {signal.Signals(-status).name}; {reason}"
     else:
-        text = f"failed: {said}"
+        text = f"failed: {reason}"
     return {"ok": status == 0, "text": text, "figures": figures, "seconds": round(time.monotonic() - start_s)}
 
 
 def figure_text(figure: dict) -> str:
-    spread = f" ({number_text(figure['low'])} to {number_text(figure['high'])})" * (figure["low"] != figure["high"])
-    return f"{number_text(figure['median'])} {figure['unit']}".rstrip() + spread
+    text = f"{number_text(figure['median'])} {figure['unit']}".rstrip()
+    if figure["low"] != figure["high"]:
+        text += f" ({number_text(figure['low'])} to {number_text(figure['high'])})"
+    return text
 
 
 def kill_all(process: subprocess.Popen, mark: str) -> None:
@@ -150,15 +155,16 @@ def kill_all(process: subprocess.Popen, mark: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    deadline_s, left = time.monotonic() + LONGEST_KILL_S, True
-    while left and time.monotonic() < deadline_s:
-        left = False
+    deadline_s = time.monotonic() + LONGEST_KILL_S
+    some_left = True
+    while some_left and time.monotonic() < deadline_s:
+        some_left = False
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if mark.encode() in path.read_bytes().split(b"\0"):
-                    left = True
+                    some_left = True
                     os.kill(int(path.parent.name), signal.SIGKILL)
-        time.sleep(0.1 if left else 0)
+        time.sleep(0.1 if some_left else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,8 +182,11 @@ def machine(device: str) -> str:
 
 def markdown(content: dict) -> str:
     """Return the section for RESULTS.md."""
+    title = f"### {content['machine']}"
+    if content["quick"]:
+        title += " (tiny shapes, no figures to publish)"
     lines = [
-        f"### {content['machine']}" + " (tiny shapes, no figures to publish)" * content["quick"],
+        title,
         "",
         "A figure is the median of the rounds, with the smallest and the largest in parentheses.",
         "",
@@ -199,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: tries this command, measures nothing")
     args = parser.parse_args(argv)
     args.nanogpt = ["--nanogpt", str(args.nanogpt.absolute())] if args.nanogpt else []
-    args.out, args.device = args.out.absolute(), "cuda" if torch.cuda.is_available() else "cpu"
+    args.out = args.out.absolute()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.gpus = [str(2**i) for i in range(max(1, torch.cuda.device_count()).bit_length())]
     (args.out / "data").mkdir(parents=True, exist_ok=True)
     write_tokens(args.out / "data", 50304)
@@ -207,14 +217,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     content = {"machine": machine(args.device), "quick": args.quick, "rows": {}}
     if record.exists():
         earlier = json.loads(record.read_text())
-        if differ := [key for key in ("machine", "quick") if earlier[key] != content[key]]:
-            sys.exit(f"error: {record} has figures with {differ[0]} {earlier[differ[0]]}. Try another --out")
+        for key in ("machine", "quick"):
+            if earlier[key] != content[key]:
+                sys.exit(f"error: {record} has figures with {key} {earlier[key]}. Try another --out")
         content = earlier
     deadline_s = time.monotonic() + 60 * args.minutes
     chosen = [row for row in ROWS if row.part in args.parts and (row.quick or not args.quick)]
     with exit_on_signals():
         for number, row in enumerate(chosen, start=1):
-            key, left_s = f"{row.part}, {row.name}", deadline_s - time.monotonic()
+            key = f"{row.part}, {row.name}"
+            left_s = deadline_s - time.monotonic()
             if content["rows"].get(key, {}).get("ok"):
                 continue
             print(f"[{number}/{len(chosen)}] {key}: ", end="", flush=True)
@@ -224,8 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 result = run_row(row, args, min(row.limit_s, left_s))
             print(f"{result['text']}; {deadline_s - time.monotonic():.0f} s left", flush=True)
             measured = f"{git_commit()[:7] or 'unknown'}, {time.strftime('%Y-%m-%d')}"
-            about = {"part": row.part, "name": row.name, "target": row.target, "measured": measured}
-            content["rows"][key] = about | result
+            header = {"part": row.part, "name": row.name, "target": row.target, "measured": measured}
+            content["rows"][key] = header | result
             record.write_text(json.dumps(content, indent=1))
             (args.out / "gpu_suite.md").write_text(markdown(content))
     print(args.out / "gpu_suite.md")

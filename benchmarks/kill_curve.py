@@ -120,7 +120,9 @@ def live(folder: Path, ranks: int, steps: int, instant: float = math.inf, start:
 
     Raises: SystemExit when a rank ended with an error of its own.
     """
-    started_ns, out, logged_at = time.time_ns(), folder / "out.txt", []
+    started_ns = time.time_ns()
+    out = folder / "out.txt"
+    logged_at: list[float] = []
     processes = start(folder, ranks, steps)
     try:
         while len(logged_at) <= instant - 1 and all(process.poll() is None for process in processes):
@@ -147,8 +149,8 @@ def logged_steps(out: Path) -> list[int]:
 
 def kill_instants(kills: int, steps: int, random: Random) -> list[float]:
     """Draw how many steps each life makes before its kill: together 95 % of the run, so that it outlasts all kills."""
-    drawn = [random.uniform(0.2, 2.5) for _ in range(kills)]
-    return [1 + (0.95 * steps - kills) * one / sum(drawn) for one in drawn]
+    lengths = [random.uniform(0.2, 2.5) for _ in range(kills)]
+    return [1 + (0.95 * steps - kills) * length / sum(lengths) for length in lengths]
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -169,12 +171,17 @@ def killed_lives(
     folder: Path, args: argparse.Namespace, start: Start = start, on_one: bool = False
 ) -> Iterator[Kill | None]:
     """Start and kill a run again and again, then let it finish. Yield each kill, and None at the end."""
-    random, begun = Random(args.seed), time.monotonic()
+    random = Random(args.seed)
+    started_s = time.monotonic()
     ranks_of_lives = [random.choice(args.ranks) for _ in range(args.kills)]
     for number, instant in enumerate(kill_instants(args.kills, args.steps, random), start=1):
-        if kill := live(folder, 1 if on_one else ranks_of_lives[number - 1], args.steps, instant, start):
-            where = f"at step {kill.step} of {args.steps}, ranks: {kill.ranks}{', within a save' * kill.within_save}"
-            left_s = (time.monotonic() - begun) / number * (args.kills - number)
+        ranks = 1 if on_one else ranks_of_lives[number - 1]
+        kill = live(folder, ranks, args.steps, instant, start)
+        if kill:
+            where = f"at step {kill.step} of {args.steps}, ranks: {kill.ranks}"
+            if kill.within_save:
+                where += ", within a save"
+            left_s = (time.monotonic() - started_s) / number * (args.kills - number)
             print(f"kill {number} of {args.kills}: {where}; {left_s:.0f} s left", flush=True)
             yield kill
     live(folder, 1, args.steps, math.inf, start)
@@ -189,17 +196,20 @@ def measure_steadygpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     print(f"uninterrupted: {args.steps} steps", flush=True)
     live(calm, 1, args.steps)
     kills = [kill for kill in killed_lives(disturbed, args) if kill]
-    calm_losses, killed_losses = (
-        [found[step] for step in range(args.steps)] for found in map(losses, (calm, disturbed))
-    )
+    calm_by_step = losses(calm)
+    killed_by_step = losses(disturbed)
+    calm_losses = [calm_by_step[step] for step in range(args.steps)]
+    killed_losses = [killed_by_step[step] for step in range(args.steps)]
     difference = max(abs(one - other) for one, other in zip(calm_losses, killed_losses, strict=True))
-    one, other = weights(calm), weights(disturbed)
-    weight_difference = max((one[name] - other[name]).abs().max().item() for name in one)
+    calm_weights = weights(calm)
+    killed_weights = weights(disturbed)
+    weight_difference = max((tensor - killed_weights[name]).abs().max().item() for name, tensor in calm_weights.items())
     lives = ", ".join(f"{count} on {ranks}" for ranks, count in sorted(Counter(kill.ranks for kill in kills).items()))
     print(f"{len(kills)} kills (number of ranks: {lives}), {sum(kill.within_save for kill in kills)} within a save")
     print(f"largest difference of the losses of {args.steps} steps: {difference:.3g}")
     print(f"largest difference of the final weights: {weight_difference:.3g}")
-    print(f"SHA-256 of the final weights: uninterrupted {digest(one)[:16]}..., killed {digest(other)[:16]}...")
+    hashes = f"uninterrupted {digest(calm_weights)[:16]}..., killed {digest(killed_weights)[:16]}..."
+    print(f"SHA-256 of the final weights: {hashes}")
     return {
         "uninterrupted": calm_losses,
         "killed": killed_losses,
@@ -220,7 +230,9 @@ def measure_nanogpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     start = partial(start_nanogpt, args.nanogpt.absolute())
     print(f"nanoGPT, uninterrupted: {args.steps} steps", flush=True)
     live(calm, 1, args.steps, math.inf, start)
-    lives, kills, corrupt = [], [], []
+    lives = []
+    kills = []  # the steps
+    corrupt = []  # the steps of the kills that corrupted ckpt.pt
     for kill in killed_lives(disturbed, args, start, on_one=True):
         lives.append(nanogpt_losses(disturbed))
         if kill:
@@ -237,8 +249,9 @@ def measure_nanogpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def nanogpt_losses(folder: Path) -> tuple[int, list[float]]:
     """Return the first step of the last life, and the loss of each of its steps."""
-    found = re.findall(r"^iter (\d+): loss ([\d.]+)", (folder / "out.txt").read_text(errors="replace"), re.MULTILINE)
-    return int(found[0][0]), [float(loss) for _, loss in found]
+    out = (folder / "out.txt").read_text(errors="replace")
+    steps = re.findall(r"^iter (\d+): loss ([\d.]+)", out, re.MULTILINE)
+    return int(steps[0][0]), [float(loss) for _, loss in steps]
 
 
 def keep_loading(checkpoint: Path) -> bool:
@@ -257,28 +270,31 @@ def keep_loading(checkpoint: Path) -> bool:
     return True
 
 
-def draw(found: dict[str, Any], file: Path) -> None:
+def draw(measured: dict[str, Any], file: Path) -> None:
     """Draw the runs over each other, with a mark at each kill, and below them the differences that the kills made."""
     from matplotlib import pyplot
 
-    ours, theirs = found["steadygpt"], found.get("nanogpt")
+    ours = measured["steadygpt"]
+    theirs = measured.get("nanogpt")
     picture.set_style(16)
     heights = [3, 3, 1.7] if theirs else [3, 1.7]
     figure, (top, *middle, below) = pyplot.subplots(
         len(heights), figsize=(10, sum(heights) + 3), layout="constrained", sharex=True, height_ratios=heights
     )
-    steps, kills = len(ours["uninterrupted"]), [Kill(*kill) for kill in ours["kills"]]
-    times = f"{len(kills)} kill{'s' * (len(kills) != 1)}"
+    steps = len(ours["uninterrupted"])
+    kills = [Kill(*kill) for kill in ours["kills"]]
+    times = "1 kill" if len(kills) == 1 else f"{len(kills)} kills"
     difference = [one - other for one, other in zip(ours["killed"], ours["uninterrupted"], strict=True)]
     largest = max(map(abs, difference))
     top.set_title(f"SteadyGPT: {times}, difference {largest:.2g} at {'all' if largest == 0 else 'most'} steps")
     top.plot(ours["uninterrupted"], color=picture.PALE, linewidth=7, label="uninterrupted, 1 process")
     top.plot(ours["killed"], color=picture.BLUE, linewidth=1.8, label="killed and resumed")
     for ranks, mark, colour in ((1, "o", picture.RED), (2, "^", picture.ORANGE), (4, "s", picture.GREEN)):
-        at = [kill.step for kill in kills if kill.ranks == ranks]
-        label = f"kill -9 on {ranks} process{'es' * (ranks > 1)} ({len(at)})"
+        kill_steps = [kill.step for kill in kills if kill.ranks == ranks]
+        processes = "1 process" if ranks == 1 else f"{ranks} processes"
+        label = f"kill -9 on {processes} ({len(kill_steps)})"
         style = {"color": colour, "markersize": 9, "zorder": 3, "label": label}
-        top.plot(at, [ours["killed"][step] for step in at], mark, **style)
+        top.plot(kill_steps, [ours["killed"][step] for step in kill_steps], mark, **style)
     below.set_title("difference from the uninterrupted run")
     below.plot(difference, color=picture.BLUE, linewidth=4, label="SteadyGPT", zorder=3)
     for axes in middle:
@@ -300,8 +316,9 @@ def draw(found: dict[str, Any], file: Path) -> None:
     below.legend(fontsize=14, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # beside the title
     saves = "both save" if theirs else "saves"
     caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves} after every step,\n"
-    caption += " ".join(["SteadyGPT with --deterministic", *found.get("options", ())])
-    caption += "; nanoGPT logs the loss of its last micro-batch" if theirs else ""
+    caption += " ".join(["SteadyGPT with --deterministic", *measured.get("options", ())])
+    if theirs:
+        caption += "; nanoGPT logs the loss of its last micro-batch"
     figure.supxlabel(caption, fontsize=14, color=picture.DIM, x=0.01, ha="left")
     picture.save(figure, file)
 
@@ -315,24 +332,26 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, only SteadyGPT is killed")
     parser.add_argument("--data", type=Path, help="file for the losses; a run that it holds is not trained again")
     parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.svg")
-    args, of_training = parser.parse_known_args()
-    RUN.extend(of_training)
+    args, training_options = parser.parse_known_args()
+    RUN.extend(training_options)
     draws = importlib.util.find_spec("matplotlib") is not None
     if not draws:
         print("there will be no picture: matplotlib is missing; pip install matplotlib", flush=True)
-    found = json.loads(args.data.read_text()) if args.data and args.data.exists() else {}
-    sides = {"steadygpt": measure_steadygpt, **({"nanogpt": measure_nanogpt} if args.nanogpt else {})}
-    missing = [name for name in sides if name not in found]
+    measured = json.loads(args.data.read_text()) if args.data and args.data.exists() else {}
+    sides = {"steadygpt": measure_steadygpt}
+    if args.nanogpt:
+        sides["nanogpt"] = measure_nanogpt
+    missing = [name for name in sides if name not in measured]
     with tempfile.TemporaryDirectory() as name, exit_on_signals():
         if missing:
             prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=f"{name}/data")]
             subprocess.run([sys.executable, *prepare], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
         for side in missing:
-            found |= {side: sides[side](Path(name), args), "options": of_training}
+            measured |= {side: sides[side](Path(name), args), "options": training_options}
             if args.data:
-                args.data.write_text(json.dumps(found).replace("], ", "],\n") + "\n")
+                args.data.write_text(json.dumps(measured).replace("], ", "],\n") + "\n")
     if draws:
-        draw(found, args.plot)
+        draw(measured, args.plot)
 
 
 if __name__ == "__main__":

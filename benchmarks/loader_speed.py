@@ -32,8 +32,9 @@ def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, d
     """Compile get_batch from nanoGPT's train.py, with the global names that it reads."""
     text = (checkout / "train.py").read_text()
     body = re.search(r"^def get_batch\(split\):\n(?:[ \t]+.*\n|\n)+", text, re.MULTILINE)[0]
-    around = {"os": __import__("os"), "np": np, "torch": torch, "data_dir": str(data_dir), "device": device}
-    exec(body, around | {"batch_size": rows, "block_size": context, "device_type": device}, names := {})
+    names = {"os": __import__("os"), "np": np, "torch": torch, "data_dir": str(data_dir), "device": device}
+    names |= {"batch_size": rows, "block_size": context, "device_type": device}
+    exec(body, names)
     return lambda: names["get_batch"]("train")
 
 
@@ -47,12 +48,13 @@ def four_sources(shard: Shard, context: int) -> Mixture:
         for i in range(4)
     }
     shares = shares_of_block({str(i): Fraction(4 - i) for i in range(4)})
-    return Mixture(streams, Phase(0, 0, shares, given={}), seed=0)
+    return Mixture(streams, Phase(0, 0, shares, rows_used_before={}), seed=0)
 
 
 def tokens_per_second(get, tokens: int, seconds: float, device: torch.device) -> float:
     get()
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     while time.perf_counter() - start < seconds:
         get()
         count += 1
@@ -62,11 +64,12 @@ def tokens_per_second(get, tokens: int, seconds: float, device: torch.device) ->
 
 def percent_waiting(loader: BatchLoader, model: GPT, micro_steps: int) -> float:
     """Train, and return the share of the time that is spent in loader.next, in percent."""
-    start, waited_s = time.perf_counter(), 0.0
+    start = time.perf_counter()
+    waited_s = 0.0
     for _ in range(micro_steps):
-        begun = time.perf_counter()
+        wait_start = time.perf_counter()
         inputs, targets = loader.next()
-        waited_s += time.perf_counter() - begun
+        waited_s += time.perf_counter() - wait_start
         with autocast(loader.device, choose_precision("auto", loader.device)):
             loss = model(inputs, targets)["loss"]
         loss.mean().backward()
@@ -86,7 +89,8 @@ def main() -> None:
     B, T = args.rows, args.context
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as temporary:
-        folder, random = Path(temporary), np.random.default_rng(0)
+        folder = Path(temporary)
+        random = np.random.default_rng(0)
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
         stream = RowStream([open_shard(folder / "train.bin")], T, TrainConfig())
         loader = BatchLoader(stream, [range(2**40)], B, device)

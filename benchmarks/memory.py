@@ -52,8 +52,8 @@ def train_once(folder: Path, options: list[str], ranks: int, keep_freed: bool) -
     script = [str(REPO / "train.py")] if keep_freed else [str(REPO / "benchmarks/memory.py"), "train"]
     command = [sys.executable, *torchrun, *script, *QUIET, *options, *PLACES]
     glibc = {} if keep_freed else dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
-    for left in ("c", "l"):
-        shutil.rmtree(folder / left, ignore_errors=True)
+    for name in ("c", "l"):  # left by the previous run
+        shutil.rmtree(folder / name, ignore_errors=True)
     environment = os.environ | glibc | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -61,9 +61,9 @@ def train_once(folder: Path, options: list[str], ranks: int, keep_freed: bool) -
     records = [json.loads(line) for line in (folder / "l" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "memory_gb" in record][-1]  # others are of the machine
     size = r"([\d,.]+) (kB|MB|GB|TB)"
-    found = re.search(rf"^memory +about {size}", done.stdout, re.MULTILINE)
+    on_device = re.search(rf"^memory +about {size}", done.stdout, re.MULTILINE)
     in_host = re.search(rf"^host memory .* gradients and optimizer {size}", done.stdout, re.MULTILINE)
-    plan = sum(float(match[1].replace(",", "")) * UNITS[match[2]] for match in (found, in_host) if match)
+    plan = sum(float(match[1].replace(",", "")) * UNITS[match[2]] for match in (on_device, in_host) if match)
     rows = re.search(r"tokens \(([\d,]+) rows? x", done.stdout)[1]
     return last["memory_gb"], plan, last["step_ms"] / 1000, rows
 
@@ -91,8 +91,11 @@ def main() -> None:
     byte_level = "stdlib" in preset.data_dir
     further += flags(tokenizer="bytes" if byte_level else "gpt2")
     rows = preset.mini_batch_size if args.rows == "preset" else args.rows
-    micro_step, micro_steps = (preset.mini_batch_size, 16) if rows == "auto" else (int(rows), args.micro_steps)
-    found = {}
+    if rows == "auto":
+        micro_step, micro_steps = preset.mini_batch_size, 16
+    else:
+        micro_step, micro_steps = int(rows), args.micro_steps
+    summaries = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "data").mkdir()
@@ -100,20 +103,24 @@ def main() -> None:
         print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
         for ranks, sharding in product(args.ranks, args.sharding):
             step = ranks * micro_step * micro_steps
-            common, nothing = [*further, *flags(sharding=sharding)], 0.0
+            common = [*further, *flags(sharding=sharding)]
+            nothing = 0.0
             if not torch.cuda.is_available():
                 small = flags(total_batch_size=32 * step, mini_batch_size=micro_step)
                 nothing, *_ = train_once(folder, [*common, *NOTHING, *small], ranks, args.keep_freed)
             for precision, variant in product(args.precisions, args.variants):
                 tokens = preset.context_length * step
                 options = [*shape, *common, *flags(mini_batch_size=rows, total_batch_size=tokens, precision=precision)]
-                peak, plan, seconds, taken = train_once(folder, options + VARIANTS[variant], ranks, args.keep_freed)
+                options += VARIANTS[variant]
+                peak, plan, seconds, used_rows = train_once(folder, options, ranks, args.keep_freed)
                 peak -= nothing
-                cells = (ranks, sharding, precision, variant, taken, f"{peak:.2f}", f"{plan:.2f}", f"{plan / peak:.2f}")
+                setting = (ranks, sharding, precision, variant, used_rows)
+                cells = (*setting, f"{peak:.2f}", f"{plan:.2f}", f"{plan / peak:.2f}")
                 print(f"| {' | '.join(map(str, cells))} | {seconds:.1f} |", flush=True)
-                setting = " ".join(map(str, cells[:5])) + " rows"
-                found |= {f"{setting}: peak": summary([peak], "GB"), f"{setting}: plan": summary([plan], "GB")}
-    write_json(args.json, found)
+                name_of_setting = " ".join(map(str, setting)) + " rows"
+                summaries[f"{name_of_setting}: peak"] = summary([peak], "GB")
+                summaries[f"{name_of_setting}: plan"] = summary([plan], "GB")
+    write_json(args.json, summaries)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,11 @@ def train_and_draw(file: Path) -> None:
         )
         try:
             with chdir(name):
-                while process.poll() is None and not (
-                    Path(RUN, "status.json").exists() and (snapshot := snapshot_of(RUN)).status.get("step", 0) >= STEPS
-                ):
+                while process.poll() is None:
+                    if Path(RUN, "status.json").exists():
+                        snapshot = snapshot_of(RUN)
+                        if snapshot.status.get("step", 0) >= STEPS:
+                            break
                     time.sleep(1)
                 if process.poll() is not None:
                     raise UserError("the quickstart ended early; run train.py --config quickstart to see why")

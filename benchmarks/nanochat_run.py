@@ -40,7 +40,8 @@ def options_and_schedules(script: Path) -> tuple[dict[str, float], list[ast.stmt
 
     The script trains as soon as it is imported, so they are taken from its source.
     """
-    defaults, functions = {}, []
+    defaults = {}
+    functions = []
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name in SCHEDULES:
             functions.append(node)
@@ -54,8 +55,10 @@ def options_and_schedules(script: Path) -> tuple[dict[str, float], list[ast.stmt
 
 
 def main(argv: Sequence[str]) -> None:
-    checkout, factor, out = Path(argv[0]), float(argv[1]), Path(argv[2])
-    config = parse_args(argv[3:])[0]
+    checkout = Path(argv[0])
+    factor = float(argv[1])
+    out = Path(argv[2])
+    config, _ = parse_args(argv[3:])
     data = find_data(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = config.precision if config.precision in DTYPES else choose_precision("auto", device)
@@ -96,11 +99,13 @@ def main(argv: Sequence[str]) -> None:
 def train(config: TrainConfig, data: Data, forward, optimizer, schedules, device: torch.device, out: Path) -> None:
     """Train to the end, print the loss every log_freq steps, and write the validation losses as train.py does."""
     batches = BatchLoader(data.sources[0].rows, config.steps_from(0), config.mini_batch_size, device)
-    micro_steps, found = config.grad_accum_steps(1), {}
+    micro_steps = config.grad_accum_steps(1)
+    evaluations = {}  # step -> scores
     for step in range(config.max_steps + 1):
         if step and ((config.eval_freq and step % config.eval_freq == 0) or step == config.max_steps):
-            found[step] = {"val_loss": validate(config, data, forward, device)}
-            print(f"step {step}: val loss {found[step]['val_loss']:.4f}", flush=True)
+            val_loss = validate(config, data, forward, device)
+            evaluations[step] = {"val_loss": val_loss}
+            print(f"step {step}: val loss {val_loss:.4f}", flush=True)
         if step == config.max_steps:
             break
         for _ in range(micro_steps):
@@ -116,7 +121,7 @@ def train(config: TrainConfig, data: Data, forward, optimizer, schedules, device
         if (step + 1) % config.log_freq == 0:
             print(f"step {step + 1}/{config.max_steps}: loss {loss.item() * micro_steps:.4f}", flush=True)
     batches.close()
-    out.write_text(json.dumps({"": found}, indent=1))
+    out.write_text(json.dumps({"": evaluations}, indent=1))
 
 
 def loss_of(forward, batches: BatchLoader) -> torch.Tensor:
@@ -128,9 +133,9 @@ def validate(config: TrainConfig, data: Data, forward, device: torch.device) -> 
     """Return the mean loss of the tokens that our validation reads."""
     rows = data.val_sets[0].rows
     count = validation_rows(config, rows)
-    at_once = math.gcd(count, config.mini_batch_size)  # equal batches, because nanochat returns the mean of each
-    with closing(BatchLoader(EvenlySpaced(rows, count), [range(count)], at_once, device)) as batches:
-        return statistics.mean(loss_of(forward, batches).item() for _ in range(count // at_once))
+    batch_rows = math.gcd(count, config.mini_batch_size)  # equal batches, because nanochat returns the mean of each
+    with closing(BatchLoader(EvenlySpaced(rows, count), [range(count)], batch_rows, device)) as batches:
+        return statistics.mean(loss_of(forward, batches).item() for _ in range(count // batch_rows))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ INK, DIM, LINE, BLUE, PALE, ORANGE, SAND, GREEN, RED, GREY = (light for light, _
 
 def css() -> str:
     """Return a style sheet with a variable for each colour."""
-    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
+    light = "".join(f"--{name}:{colour};" for name, (colour, _) in COLOURS.items())
+    dark = "".join(f"--{name}:{colour};" for name, (_, colour) in COLOURS.items())
     return f"<style>:root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
 
 

@@ -80,12 +80,12 @@ def main() -> None:
             command = [sys.executable, "-c", program]
             return written / 1e6 / float(subprocess.run(command, cwd=REPO, check=True, capture_output=True).stdout)
 
-        about = f"{written / 1e6:.0f} MB of Python's standard library, {args.workers} workers"
+        setting = f"{written / 1e6:.0f} MB of Python's standard library, {args.workers} workers"
         if args.format:
-            print(f"{about}, {args.format}")
+            print(f"{setting}, {args.format}")
             compare({"now": lambda: ours("gpt2"), "before": lambda: ours("gpt2", args.before)}, "MB/s", args)
             return
-        print(f"{about}; training a tokenizer ...")
+        print(f"{setting}; training a tokenizer ...")
         trained = prepare("bpe:50257") / "tokenizer.json"
         sides = {"GPT-2's tokenizer": lambda: ours("gpt2"), "a trained one": lambda: ours(str(trained))}
         if args.before:

@@ -55,10 +55,10 @@ def draw(curve: Curve, file: Path) -> None:
     minutes = {step: seconds / 60 for step, seconds in curve.seconds.items()}
     steps = [*curve.losses]
     axes.plot([minutes[step] for step in steps], [curve.losses[step] for step in steps], color=picture.PALE)
-    means = [
-        sum(curve.losses[step] for step in steps[max(0, i - SMOOTH + 1) : i + 1]) / min(SMOOTH, i + 1)
-        for i in range(len(steps))
-    ]
+    means = []
+    for end in range(1, len(steps) + 1):
+        latest = steps[max(0, end - SMOOTH) : end]
+        means.append(sum(curve.losses[step] for step in latest) / len(latest))
     axes.plot([minutes[step] for step in steps], means, color=picture.BLUE, linewidth=2.5, label="training")
     val = {"color": picture.ORANGE, "markersize": 10, "label": "validation"}
     axes.plot([minutes[step] for step in curve.val_losses], [*curve.val_losses.values()], "o", **val)
@@ -83,12 +83,15 @@ def main() -> int:
         curve = read_curve(Path(name, "checkpoints/quickstart/metrics.jsonl"))
         draw(curve, file)
         last = max(curve.seconds)
-        after = [min(s for s in curve.losses if curve.seconds[s] >= 60 * minute) for minute in MINUTES]
-        for step in [*(EVERY * round(step / EVERY) for step in after), last]:
-            near = min(curve.seconds, key=lambda other: abs(other - step))
+        steps = []  # of the checkpoints
+        for minute in MINUTES:
+            first_after = min(step for step in curve.losses if curve.seconds[step] >= 60 * minute)
+            steps.append(EVERY * round(first_after / EVERY))
+        for step in [*steps, last]:
+            nearest = min(curve.seconds, key=lambda other: abs(other - step))
             checkpoint = f"checkpoints/quickstart/{ROLLING.format(step)}"
             text = run(name, "generate.py", checkpoint, *SAMPLE, stdout=subprocess.PIPE)
-            print(f"\n== step {step:,}, after {duration_text(curve.seconds[near])}\n{text}")
+            print(f"\n== step {step:,}, after {duration_text(curve.seconds[nearest])}\n{text}")
     return 0
 
 

@@ -52,7 +52,8 @@ def differences(folder: Path, ranks: int, first: int, last: int, options: list[s
     for step in range(first, last):
         span = next(span for span in SPANS if step - first < span)
         for name in NUMBERS:
-            old, new = before[step][name], after[step][name]
+            old = before[step][name]
+            new = after[step][name]
             largest[name, span] = max(largest[name, span], abs(new - old) / max(new, old))
     return largest
 
@@ -75,8 +76,8 @@ def main() -> None:
                 *flags(device=args.device, precision=precision, data_dir=data, mini_batch_size=16 // ranks),
                 *MODELS[model],
             ]
-            found = differences(Path(temporary, str(number)), ranks, *args.steps, options)
-            texts = [f"{name} " + ", ".join(f"{found[name, span]:.1e}" for span in SPANS) for name in NUMBERS]
+            largest = differences(Path(temporary, str(number)), ranks, *args.steps, options)
+            texts = [f"{name} " + ", ".join(f"{largest[name, span]:.1e}" for span in SPANS) for name in NUMBERS]
             print(f"{number} of {len(cases)}: {precision}, {ranks} ranks, {model}: {'; '.join(texts)}", flush=True)
 
 

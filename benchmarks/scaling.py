@@ -28,17 +28,18 @@ RUN = flags(
 SMALL = flags(precision="fp32", num_layers=2, num_heads=12, embd_size=768, context_length=256, mini_batch_size=2)
 
 
-def tokens_per_second(data: str, processes: int, deterministic: str, tokens: int, of_training: list[str]) -> float:
+def tokens_per_second(data: str, processes: int, deterministic: str, tokens: int, options: list[str]) -> float:
     """Train some steps of `tokens` tokens; return the speed."""
     with tempfile.TemporaryDirectory(dir=data) as folder:
         own = flags(data_dir=data, checkpoint_dir=folder, deterministic=deterministic, total_batch_size=tokens)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [*launch, "train.py", *of_training, *RUN, *own]
+        command = [*launch, "train.py", *options, *RUN, *own]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"train.py failed:\n{done.stderr[-2000:]}")
         records = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
-        return 1000 * tokens / statistics.median([record["step_ms"] for record in records if "loss" in record][2:])
+        step_ms = [record["step_ms"] for record in records if "loss" in record]
+        return 1000 * tokens / statistics.median(step_ms[2:])
 
 
 def main() -> None:
@@ -47,16 +48,18 @@ def main() -> None:
     parser.add_argument("--micro_steps", type=int, default=4, help="of a step, on each process (default: 4)")
     parser.add_argument("--deterministic", action="store_true", help="measure this option too")
     args, further = parser.parse_known_args()
-    of_training = further if any(flag.startswith("--config") for flag in further) else [*SMALL, *further]
-    config, _ = parse_args(of_training)
+    options = further if any(flag.startswith("--config") for flag in further) else [*SMALL, *further]
+    config, _ = parse_args(options)
     tokens = config.mini_batch_size * config.context_length * args.micro_steps
     with tempfile.TemporaryDirectory() as data:
         write_tokens(Path(data), GPTConfig.vocab_size)
         sides = {}
         for processes in args.processes:
-            for option in ("off", "on") if args.deterministic else ("off",):
-                name = f"{processes} process{'es' * (processes > 1)}{', deterministic' * (option == 'on')}"
-                sides[name] = partial(tokens_per_second, data, processes, option, tokens * processes, of_training)
+            for deterministic in ("off", "on") if args.deterministic else ("off",):
+                name = "1 process" if processes == 1 else f"{processes} processes"
+                if deterministic == "on":
+                    name += ", deterministic"
+                sides[name] = partial(tokens_per_second, data, processes, deterministic, tokens * processes, options)
         compare(sides, "tokens/s", args)
 
 

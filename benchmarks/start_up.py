@@ -25,7 +25,9 @@ STEP_LINE = re.compile(r"step +\d+/")
 def seconds(command: list[str], until: re.Pattern | None = None, cold: bool = False) -> float:
     """Time a command until it prints a line that matches `until`, which ends it, or until it exits."""
     cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": cache.name} if cold else {})
+    environment = dict(os.environ)
+    if cold:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = cache.name
     start = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = []
@@ -48,7 +50,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout of SteadyGPT to compare with")
     parser.add_argument("--cold", action="store_true", help="start with an empty compile cache")
     args, further = parser.parse_known_args()
-    checkouts = {"now": REPO} | ({"before": args.before} if args.before else {})
+    checkouts = {"now": REPO}
+    if args.before:
+        checkouts["before"] = args.before
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         random = np.random.default_rng(0)
@@ -66,12 +70,12 @@ def main() -> None:
         for name, checkout in checkouts.items():
             seconds(train(checkout, f"saved-{name}", max_steps=11))
             (folder / f"saved-{name}" / "latest.pt").read_bytes()  # into the page cache, which the save bypassed
-            for what, command, until in (
+            for measured, command, until in (
                 ("--help", [sys.executable, str(checkout / "train.py"), "--help"], None),
                 ("first step", train(checkout, f"new-{name}"), STEP_LINE),
                 ("first step after --resume", train(checkout, f"saved-{name}", resume="latest"), STEP_LINE),
             ):
-                sides[f"{what}, {name}"] = partial(seconds, command, until, args.cold)
+                sides[f"{measured}, {name}"] = partial(seconds, command, until, args.cold)
         figures = in_turn(sides, args.rounds, "s")
     now = [side for side in sides if side.endswith(", now")] if args.before else []
     report(figures, "s", args, [(side, side.replace(", now", ", before")) for side in now])

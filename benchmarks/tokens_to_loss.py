@@ -206,7 +206,9 @@ class Study:
 
     def options(self, run: Run) -> dict[str, object]:
         """Return the options of train.py, ours or nanoGPT's, that decide the losses of a run."""
-        scale, changes, warm_up = self.scale, dict(run.changes), run.steps // WARM_UP
+        scale = self.scale
+        changes = dict(run.changes)
+        warm_up = run.steps // WARM_UP
         # A divisor of the steps, because nanoGPT has its last point only at one.
         every = next(n for n in range(max(1, run.steps // POINTS), run.steps + 1) if run.steps % n == 0)
         if run.side == "nanogpt":
@@ -242,28 +244,34 @@ class Study:
         }  # fmt: skip
         program = ["train.py"]
         if run.side == "nanochat":
-            factor, found = dict(run.changes)["factor"], folder / "evaluations.json"
-            program = ["-m", "benchmarks.nanochat_run", str(self.checkouts["nanochat"]), str(factor), str(found)]
+            factor = dict(run.changes)["factor"]
+            out = folder / "evaluations.json"
+            program = ["-m", "benchmarks.nanochat_run", str(self.checkouts["nanochat"]), str(factor), str(out)]
         return [sys.executable, *program, *flags(**(self.options(run) | own))], REPO
 
     def folder(self, run: Run) -> Path:
         """Return the folder of a run, whose name ends in a hash of the options, those of a preset included."""
         options = self.options(run)
         if run.side != "nanogpt":
-            config = parse_args(flags(**options))[0]
+            config, _ = parse_args(flags(**options))
             groups = ("model", "optimization", "evaluation")
             names = ["seed", *(name for name, field in FIELDS.items() if field.metadata["group"] in groups)]
             options = {n: getattr(config, n) for n in names if getattr(config, n) != FIELDS[n].default}
-            options |= dict(run.changes) if run.side == "nanochat" else {}
+            if run.side == "nanochat":
+                options |= dict(run.changes)
         name = re.sub(r"[ ,]+", "-", str(run).partition("/")[2])
         return self.out / self.name / f"{name}-{zlib.crc32(json.dumps(options, sort_keys=True).encode()):08x}"
 
     def losses(self, run: Run) -> dict[int, float]:
         """Return step -> validation loss, inf where the run has diverged."""
         file = self.folder(run) / "evaluations.json"
-        found = json.loads(file.read_text()) if file.exists() else {}
-        losses = {int(step): scores["val_loss"] for of_start in found.values() for step, scores in of_start.items()}
-        return {step: math.inf if loss is None or math.isnan(loss) else loss for step, loss in losses.items()}
+        evaluations = json.loads(file.read_text()) if file.exists() else {}
+        losses = {}
+        for scores_by_step in evaluations.values():
+            for step, scores in scores_by_step.items():
+                loss = scores["val_loss"]
+                losses[int(step)] = math.inf if loss is None or math.isnan(loss) else loss
+        return losses
 
     def loss(self, run: Run) -> float | None:
         """Return the loss at the end of a run; None if it has not finished."""
@@ -280,7 +288,8 @@ class Study:
 
 def make_data(study: Study) -> None:
     """Write train.bin and val.bin, which all projects read, and nanoGPT's note of the vocabulary, if missing."""
-    folder, tokenizer = study.data, study.scale.tokenizer
+    folder = study.data
+    tokenizer = study.scale.tokenizer
     if (folder / "meta.pkl").exists():
         return
     if tokenizer == "bytes":
@@ -337,22 +346,23 @@ def train(study: Study, run: Run) -> None:
         return
     folder = study.folder(run)
     folder.mkdir(parents=True, exist_ok=True)
-    said, points = "", {}
+    output = ""
+    points = {}
     try:
-        said = output_of(*study.command(run, folder), folder / "out.txt")
+        output = output_of(*study.command(run, folder), folder / "out.txt")
     except UserError:
         status = folder / "status.json"
         if not status.exists() or "non-finite" not in json.loads(status.read_text()).get("reason", ""):
             raise
         points = study.losses(run) | {run.steps: math.nan}
     if run.side == "nanogpt":
-        points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", said, re.M)}
+        points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", output, re.M)}
         del points[0]
         if not math.isnan(points[run.steps]):
             points[run.steps] = evaluate(study, folder / "ckpt.pt")
     if points:
-        found = {"": {step: {"val_loss": loss} for step, loss in points.items()}}
-        (folder / "evaluations.json").write_text(json.dumps(found, indent=1))
+        evaluations = {"": {step: {"val_loss": loss} for step, loss in points.items()}}
+        (folder / "evaluations.json").write_text(json.dumps(evaluations, indent=1))
     if study.loss(run) is None:
         raise UserError(f"{folder}: stopped before step {run.steps}. Run the same command again")
     for weights in folder.glob("*.pt"):
@@ -367,8 +377,8 @@ def evaluate(study: Study, weights: Path) -> float:
         total_batch_size=scale.rows * scale.context, eval_tokens=scale.eval_tokens, eval_freq=1, hellaswag_freq=0,
         sample_freq=0,
     )  # fmt: skip
-    said = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
-    return float(re.findall(r"^val loss ([^\s,]+)", said, re.MULTILINE)[0])
+    output = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
+    return float(re.findall(r"^val loss ([^\s,]+)", output, re.MULTILINE)[0])
 
 
 def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
@@ -386,10 +396,10 @@ def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
     finally:
         process.terminate()  # our train.py saves
         process.wait()
-    said = file.read_text(errors="replace")
+    text = file.read_text(errors="replace")
     if failed:
-        raise UserError(f"{file}: the run failed: {reason_of(said)}")
-    return said
+        raise UserError(f"{file}: the run failed: {reason_of(text)}")
+    return text
 
 
 def train_all(study: Study, runs: Sequence[Run]) -> int:
@@ -397,7 +407,9 @@ def train_all(study: Study, runs: Sequence[Run]) -> int:
     runs = [run for run in runs if study.loss(run) is None]
     if runs:
         make_data(study)
-    failed, done, start_s = 0, 0, time.monotonic()
+    failed = 0  # runs
+    done = 0  # steps
+    start_s = time.monotonic()
     for number, run in enumerate(runs, start=1):
         print(f"{study.name} [{number}/{len(runs)}] {run}: ", end="", flush=True)
         try:
@@ -417,7 +429,8 @@ def measure_time(study: Study) -> None:
     if study.time_file.exists():
         return
     make_data(study)
-    steps, discarded = study.scale.timed_steps, 2 if torch.cuda.is_available() else 1
+    steps = study.scale.timed_steps
+    discarded = 2 if torch.cuda.is_available() else 1
     ours = {"eval_freq": 0, "checkpoint_minutes": 0, "log_freq": 1}
     theirs = {"eval_interval": 10**9, "eval_iters": 1, "log_interval": 1}
     with tempfile.TemporaryDirectory() as name, held_programs() as programs:
@@ -426,7 +439,7 @@ def measure_time(study: Study) -> None:
             command, cwd = study.command(run, Path(name, side), **(theirs if side == "nanogpt" else ours))
             programs[side] = HeldProgram(command, cwd, r"step +\d+/|iter \d+:")
             programs[side].seconds_per_step(steps)  # before the next one competes for the cores
-        measured = {side: partial(held.seconds_per_step, steps, discarded) for side, held in programs.items()}
+        measured = {side: partial(program.seconds_per_step, steps, discarded) for side, program in programs.items()}
         study.time_file.write_text(json.dumps(in_turn(measured, ROUNDS, "s per step")))
 
 
@@ -436,7 +449,8 @@ def measure_time(study: Study) -> None:
 
 def markdown(study: Study) -> str:
     """Return the tables of a scale."""
-    scale, seconds = study.scale, study.seconds()
+    scale = study.scale
+    seconds = study.seconds()
     tables = {
         f"Steps of {scale.rows * scale.context * scale.micro_steps:,} tokens; means, with the range over the seeds:": [
             ("", "final loss", "the recipe reaches it with this share of the tokens", "of the time"),
@@ -444,8 +458,8 @@ def markdown(study: Study) -> str:
         ],
         "Seconds per step:": [
             ("", "seconds", "beside GPT-2"),
-            *((SIDES[side], median_text(found, "s"), ratio_text(seconds, side, "gpt2"))
-              for side, found in seconds.items()),
+            *((SIDES[side], median_text(values, "s"), ratio_text(seconds, side, "gpt2"))
+              for side, values in seconds.items()),
         ],
         "Learning rates, one seed:": [("", "setting", "steps", "final loss"), *sweep_rows(study)],
         "Pieces; means, with the range over the seeds:": [
@@ -455,8 +469,9 @@ def markdown(study: Study) -> str:
     shape = f"{scale.layers} layers, {scale.heads} heads, {scale.width} wide, context {scale.context}"
     lines = [f"### {study.name}: {shape}"]
     for title, (head, *rows) in tables.items():
-        lines += ["", title, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"] if rows else []
-        lines += [f"| {' | '.join(cells)} |" for cells in rows]
+        if rows:
+            lines += ["", title, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+            lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -477,8 +492,8 @@ def final_rows(study: Study) -> Iterator[tuple[str, ...]]:
                 losses = [float(np.interp(end, *zip(*study.losses(run).items(), strict=True))) for run in runs]
                 shares = recipe_shares(study, losses, end)
                 times = [share * slower for share in shares] if slower else []
-                of = f"{end:,} of " if end < steps else ""
-                yield title(of), spread(losses), spread(shares, 2), spread(times, 2)
+                part = f"{end:,} of " if end < steps else ""
+                yield title(part), spread(losses), spread(shares, 2), spread(times, 2)
 
 
 def recipe_shares(study: Study, losses: Sequence[float], steps: int) -> list[float]:
@@ -492,7 +507,7 @@ def recipe_shares(study: Study, losses: Sequence[float], steps: int) -> list[flo
         is_fair = study.scale.steps in (steps, run.steps)
         if run.side == "modern" and is_fair and study.loss(run) is not None:
             reached[run.seed].append(steps_to(study.losses(run), statistics.mean(losses)))
-    return [min(found) / steps for found in reached.values() if found]
+    return [min(steps_of_runs) / steps for steps_of_runs in reached.values() if steps_of_runs]
 
 
 def steps_to(curve: Mapping[int, float], loss: float) -> float:
@@ -501,28 +516,36 @@ def steps_to(curve: Mapping[int, float], loss: float) -> float:
     Args:
         curve: step -> loss, in the order of the steps.
     """
-    at, above = 0, math.nan  # nothing is known before the first point
-    for step, found in curve.items():
-        if found <= loss:
-            return step if math.isnan(above) else at + (step - at) * (above - loss) / (above - found)
-        at, above = step, found
+    last_step = 0
+    last_loss = math.nan  # nothing is known before the first point
+    for step, step_loss in curve.items():
+        if step_loss <= loss:
+            if math.isnan(last_loss):
+                return step
+            return last_step + (step - last_step) * (last_loss - loss) / (last_loss - step_loss)
+        last_step = step
+        last_loss = step_loss
     return math.inf
 
 
 def sweep_rows(study: Study) -> Iterator[tuple[str, ...]]:
     """Yield the losses of the sweep, the lowest one of each side in bold."""
     for side, group in groupby(study.sweep(), lambda run: run.side):
-        losses = {run: loss for run in group if (loss := study.loss(run)) is not None}
+        all_losses = {run: study.loss(run) for run in group}
+        losses = {run: loss for run, loss in all_losses.items() if loss is not None}
         for run, loss in losses.items():
-            best = "**" * (loss == min(losses.values()))
-            yield SIDES[side], run.settings().strip() or "as it is", f"{run.steps:,}", f"{best}{loss_text(loss)}{best}"
+            text = loss_text(loss)
+            if loss == min(losses.values()):
+                text = f"**{text}**"
+            yield SIDES[side], run.settings().strip() or "as it is", f"{run.steps:,}", text
 
 
 def piece_rows(study: Study) -> Iterator[tuple[str, ...]]:
     """Yield the losses of the recipe and of each change, and the differences between runs of the same seed."""
     recipe = {run.seed: study.loss(run) for run in study.pieces() if not run.changes}
     for _, group in groupby(study.pieces(), lambda run: run.changes):
-        losses = {run: loss for run in group if (loss := study.loss(run)) is not None}
+        all_losses = {run: study.loss(run) for run in group}
+        losses = {run: loss for run, loss in all_losses.items() if loss is not None}
         for run in [*losses][:1]:
             beside = [loss - recipe[run.seed] for run, loss in losses.items() if recipe[run.seed] is not None]
             yield (
@@ -536,7 +559,8 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """Format the mean and the range of several values; inf is a loss that diverged or was not reached."""
     if not values:
         return "not measured"
-    if missed := sum(value == math.inf for value in values):
+    missed = sum(value == math.inf for value in values)
+    if missed:
         return f"not reached by {missed} of {len(values)} seeds"
     mean, low, high = (f"{x:.{digits}f}" for x in (statistics.mean(values), min(values), max(values)))
     return f"{mean} ({low} to {high})" if len(values) > 1 else mean
@@ -561,11 +585,13 @@ def draw(studies: Sequence[Study], file: Path) -> None:
     size = (6.5, 4 * columns * len(studies))
     figure, grid = pyplot.subplots(columns * len(studies), 1, figsize=size, layout="constrained", squeeze=False)
     for study, row in zip(studies, grid.reshape(len(studies), columns), strict=True):
-        scale, seconds, labels = study.scale, study.seconds(), dict(SIDES)  # the first curve of a side takes its label
+        scale = study.scale
+        seconds = study.seconds()
+        labels = dict(SIDES)  # the first curve of a side takes its label
         million_tokens = scale.rows * scale.context * scale.micro_steps / 1e6
-        minutes = {side: statistics.median(found) / 60 for side, found in seconds.items()}
+        minutes = {side: statistics.median(values) / 60 for side, values in seconds.items()}
         for (side, _, _), group in groupby(study.finals(), lambda run: (run.side, run.changes, run.steps)):
-            points = seeds_together([losses for run in group if study.loss(run) and (losses := study.losses(run))])
+            points = seeds_together([study.losses(run) for run in group if study.loss(run)])
             # The first steps would flatten the rest of the curve.
             points = [point for point in points if point[0] >= scale.steps / 20]
             if not points:
@@ -574,9 +600,9 @@ def draw(studies: Sequence[Study], file: Path) -> None:
             label = labels.pop(side, None)
             for axes, per_step in zip(row, (million_tokens, minutes.get(side)), strict=False):
                 if per_step:
-                    at = [step * per_step for step in steps]
-                    axes.fill_between(at, lows, highs, color=COLORS[side], alpha=0.25, linewidth=0)
-                    axes.plot(at, means, color=COLORS[side], linewidth=1.8, label=label)
+                    x = [step * per_step for step in steps]
+                    axes.fill_between(x, lows, highs, color=COLORS[side], alpha=0.25, linewidth=0)
+                    axes.plot(x, means, color=COLORS[side], linewidth=1.8, label=label)
         row[0].set(
             title=f"{scale.layers} layers, {scale.width} wide", ylabel="validation loss", xlabel="million tokens"
         )
@@ -595,7 +621,7 @@ def seeds_together(runs: Sequence[Mapping[int, float]]) -> list[tuple[int, float
     """Return the step, mean, lowest and highest loss of each step that all runs have."""
     steps = sorted(set.intersection(*map(set, runs))) if runs else []
     losses = {step: [run[step] for run in runs] for step in steps}
-    return [(step, statistics.mean(found), min(found), max(found)) for step, found in losses.items()]
+    return [(step, statistics.mean(values), min(values), max(values)) for step, values in losses.items()]
 
 
 def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, noun: str) -> None:
@@ -605,11 +631,13 @@ def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, nou
         per_step: tokens or minutes per step of GPT-2.
         slower: tokens or minutes per step of the recipe, divided by those of GPT-2.
     """
-    losses = [loss for run in study.finals() if run.side == "gpt2" and (loss := study.loss(run)) is not None]
+    all_losses = [study.loss(run) for run in study.finals() if run.side == "gpt2"]
+    losses = [loss for loss in all_losses if loss is not None]
     shares = recipe_shares(study, losses, study.scale.steps) if losses and math.inf not in losses else []
     share = statistics.mean(shares) * slower if shares else math.inf
     if share < 1:
-        loss, end = statistics.mean(losses), study.scale.steps * per_step
+        loss = statistics.mean(losses)
+        end = study.scale.steps * per_step
         style = {"arrowstyle": "-|>", "color": picture.INK, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", (share * end, loss), (end, loss), arrowprops=style)
         axes.set_title(f"{axes.get_title('left')}\n← same loss, {1 / share:.2g} times {noun}".strip())
@@ -623,7 +651,8 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
     figure, row = pyplot.subplots(2, 1, figsize=(6.5, 8.5), layout="constrained", sharey=True)
     colours = (picture.BLUE, picture.ORANGE, picture.GREEN, picture.RED, picture.GREY)
     for study, colour in zip(studies, cycle(colours)):
-        losses = {run: loss for run in study.sweep() if run.side == "modern" and (loss := study.loss(run)) is not None}
+        all_losses = {run: study.loss(run) for run in study.sweep() if run.side == "modern"}
+        losses = {run: loss for run, loss in all_losses.items() if loss is not None}
         for axes, name in zip(row, ("muon_lr", "max_lr"), strict=True):
             of_recipe = getattr(parse_args(["--config", "modern"])[0], name)
             points = {
@@ -664,7 +693,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     checkouts = {}
     for side, file in {"nanogpt": "train.py", "nanochat": "scripts/base_train.py"}.items():
-        if checkout := getattr(args, side):
+        checkout = getattr(args, side)
+        if checkout:
             if not (checkout / file).exists():
                 raise UserError(f"--{side} {checkout}: found no {file}, expected a checkout of {SIDES[side]}")
             checkouts[side] = checkout.absolute()
@@ -672,7 +702,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
     if "124m" in args.scale and not (torch.cuda.is_available() or args.list):
         raise UserError("--scale 124m: found no CUDA GPU, expected one. Try --scale 10m")
-    changes = tuple(tuple(tuple(one.split("=", 1)) for one in change.split(",")) for change in args.change)
+    changes = tuple(tuple(tuple(option.split("=", 1)) for option in change.split(",")) for change in args.change)
     studies = [Study(name, args.out.absolute(), checkouts, changes) for name in args.scale]
 
     def runs_of(study: Study) -> list[Run]:

@@ -102,7 +102,7 @@ def write_tokens(folder: Path, vocab_size: int) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def nanogpt(checkout: Path, folder: Path, shape: str, batch: Batch, device: str, how: list[str]) -> HeldProgram:
+def nanogpt(checkout: Path, folder: Path, shape: str, batch: Batch, device: str, further: list[str]) -> HeldProgram:
     """Start nanoGPT, whose own dtype option is ignored on a CPU."""
     layers, heads, width, _ = SHAPES[shape]
     options = flags(
@@ -110,21 +110,23 @@ def nanogpt(checkout: Path, folder: Path, shape: str, batch: Batch, device: str,
         gradient_accumulation_steps=batch.micro_steps, dataset=folder, out_dir=folder / "nanogpt", device=device,
         eval_iters=1, eval_interval=10**9, log_interval=1,
     )  # fmt: skip
-    script = ["-c", NANOGPT_BF16_ON_CPU] if device == "cpu" and "--dtype=bfloat16" in how else ["train.py"]
-    return HeldProgram([sys.executable, "-u", *script, *options, *how], checkout, r"iter \d+: loss")
+    script = ["-c", NANOGPT_BF16_ON_CPU] if device == "cpu" and "--dtype=bfloat16" in further else ["train.py"]
+    return HeldProgram([sys.executable, "-u", *script, *options, *further], checkout, r"iter \d+: loss")
 
 
-def steadygpt(checkout: Path, folder: Path, shape: list[str], batch: Batch, device: str, how: list[str]) -> HeldProgram:
+def steadygpt(
+    checkout: Path, folder: Path, shape: list[str], batch: Batch, device: str, further: list[str]
+) -> HeldProgram:
     """Start our train.py."""
     outputs = Path(tempfile.mkdtemp(dir=folder))
     if "logdir" in (checkout / "steadygpt/config.py").read_text():  # an earlier version, with --beside
-        how = [*how, f"--logdir={outputs}"]
+        further = [*further, f"--logdir={outputs}"]
     options = flags(
         context_length=batch.context, mini_batch_size=batch.rows, total_batch_size=batch.tokens, device=device,
         data_dir=folder, checkpoint_dir=outputs, max_steps=10**6, warmup_steps=2000, eval_freq=0, hellaswag_freq=0,
         sample_freq=0, checkpoint_freq=0, checkpoint_minutes=0, log_freq=1,
     )  # fmt: skip
-    program = HeldProgram([sys.executable, "train.py", *shape, *options, *how], checkout, r"step +\d+/")
+    program = HeldProgram([sys.executable, "train.py", *shape, *options, *further], checkout, r"step +\d+/")
     program.metrics = outputs / "metrics.jsonl"
     return program
 
@@ -176,11 +178,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps timed in each round")
     args, further = parser.parse_known_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, vocab_size = flags_of_shape(args.shape), SHAPES[args.shape][-1]
+    shape = flags_of_shape(args.shape)
+    vocab_size = SHAPES[args.shape][-1]
     batch = BATCHES[args.shape, device.type]
     if args.config:
-        preset = parse_args([f"--config={args.config}"])[0]
-        shape, vocab_size = [f"--config={args.config}", "--tokenizer=gpt2"], GPTConfig().vocab_size
+        preset, _ = parse_args([f"--config={args.config}"])
+        shape = [f"--config={args.config}", "--tokenizer=gpt2"]
+        vocab_size = GPTConfig().vocab_size
         batch = Batch(preset.mini_batch_size, preset.context_length, 8)
     rows = args.rows or batch.rows
     batch = Batch(rows, batch.context, args.micro_steps or batch.rows * batch.micro_steps // rows)
@@ -195,7 +199,8 @@ def main() -> None:
         folder = Path(name)
         write_tokens(folder, vocab_size)
         for precision in args.precision:
-            ours, theirs = list(further), []
+            ours = list(further)
+            theirs = []
             if precision != "default":
                 ours += flags(precision=precision, compile="off" if args.eager else "on")
                 theirs += flags(dtype="bfloat16" if precision == "bf16" else "float32", compile=not args.eager)
@@ -216,20 +221,23 @@ def main() -> None:
                         raise
                     print(f"{ended}\n{side} is not measured", flush=True)
                     continue
-                held = programs[side]
-                measured[side] = lambda held=held: batch.tokens / held.seconds_per_step(args.steps, discarded)
+                program = programs[side]
+                measured[side] = lambda p=program: batch.tokens / p.seconds_per_step(args.steps, discarded)
         figures = in_turn(measured, args.rounds, "tokens/s")
-        peaks = {side: peak_gb(held.metrics) for side, held in programs.items() if held.metrics and discarded > 1}
+        peaks = {}
+        if device.type == "cuda":
+            for side, program in programs.items():
+                if program.metrics:
+                    peaks[side] = peak_gb(program.metrics)
     print(f"{args.config or args.shape}: {batch}, {flops / 1e9:.3f} GFLOP a token, {device}")
     report(figures, "tokens/s", args, pairs_of_equal_precision(figures))
     extra = {f"peak of {side}": summary([peak], "GB") for side, peak in peaks.items()}
     if args.config:
-        hourly = [
-            3600 * found / preset.with_tokens_of_step(1).total_batch_size for found in figures[next(iter(programs))]
-        ]
+        tokens_of_step = preset.with_tokens_of_step(1).total_batch_size
+        hourly = [3600 * tokens_per_s / tokens_of_step for tokens_per_s in figures[next(iter(programs))]]
         extra["optimizer steps"] = summary(hourly, "an hour")
-    for name, found in extra.items():
-        print(f"{name}: {number_text(found['median'])} {found['unit']}")
+    for name, figure in extra.items():
+        print(f"{name}: {number_text(figure['median'])} {figure['unit']}")
     write_json(args.json, extra)
 
 

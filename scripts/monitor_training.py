@@ -27,7 +27,7 @@ from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.monitor.snapshot import HEALTHY, state_of, watch
 from steadygpt.monitor.view import view
 
-COLUMNS, LINES = 100, 40  # of a view that is not printed on a terminal
+COLUMNS, LINES = 100, 40  # the size of a view that is not printed on a terminal
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class MonitorOptions:
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits up to so many seconds for a key, and returns it or b""."""
-    terminal = [sys.stdin.fileno()] if sys.stdin.isatty() else []
-    before = [termios.tcgetattr(fd) for fd in terminal]
+    """Yield a function that waits up to a number of seconds for a key, and returns the key or b""."""
+    terminals = [sys.stdin.fileno()] if sys.stdin.isatty() else []  # none if standard input is a file or a pipe
+    saved_attributes = [termios.tcgetattr(fd) for fd in terminals]
     try:
-        for fd in terminal:
+        for fd in terminals:
             tty.setcbreak(fd)
-        yield lambda seconds: b"".join(os.read(fd, 1) for fd in select.select(terminal, [], [], seconds)[0])
+        yield lambda seconds: b"".join(os.read(fd, 1) for fd in select.select(terminals, [], [], seconds)[0])
     finally:
-        for fd, attributes in zip(terminal, before, strict=True):
+        for fd, attributes in zip(terminals, saved_attributes, strict=True):
             termios.tcsetattr(fd, termios.TCSADRAIN, attributes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(MonitorOptions, argv, __doc__.splitlines()[0])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # restores the terminal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit restores the terminal
     console = Console(highlight=False)
     try:
         snapshots = watch(options.checkpoint_dir)

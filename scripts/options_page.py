@@ -12,7 +12,7 @@ MARK = "<!-- written by scripts/options_page.py -->\n"
 
 
 def with_tables(page: str) -> str:
-    """Return the text of the page with the tables of today."""
+    """Return the text of the page with its tables replaced by the present ones."""
     return page.partition(MARK)[0] + MARK + "\n".join(tables()) + "\n"
 
 
@@ -22,10 +22,13 @@ def tables() -> Iterator[str]:
         yield f"\n## {group.capitalize()}\n"
         yield "| option | default | | on resume |\n|---|---|---|---|"
         for name, field in fields:
-            about = field.metadata
-            default = ("on" if field.default else "off") if kind_of(field) is bool else f"{field.default}"
-            text = about["text"].replace("|", "\\|").replace("*", "\\*")
-            yield f"| `--{name}` | {f'`{default}`' if default else ''} | {text} | {about['on_resume']} |"
+            default = str(field.default)
+            if kind_of(field) is bool:
+                default = "on" if field.default else "off"
+            if default:
+                default = f"`{default}`"
+            text = field.metadata["text"].replace("|", "\\|").replace("*", "\\*")
+            yield f"| `--{name}` | {default} | {text} | {field.metadata['on_resume']} |"
 
 
 if __name__ == "__main__":

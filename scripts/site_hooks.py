@@ -3,12 +3,12 @@
 import re
 
 OUTSIDE = re.compile(r"\]\(\.\./([^)]+)\)")
-INLINE_CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")  # blocks have an empty span before it
-WORD = re.compile(r"(?<=[\s>])[^\s<>]{1,32}(?=[\s<])")  # a longer one may be wider than a phone
+INLINE_CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")  # unlike a block, it follows no empty span
+WORD = re.compile(r"(?<=[\s>])[^\s<>]{1,32}(?=[\s<])")  # a longer word may be wider than a phone
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:
-    """Let links to files outside docs/ lead to the repository."""
+    """Point links to files outside docs/ to the repository."""
     return OUTSIDE.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
 
 

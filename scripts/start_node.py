@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run torchrun on one of several machines, after a check of what would keep the machine from joining the others.
+"""Run torchrun on one of several machines, after a check that the machine can join the others.
 
 scripts/start_node.py HEAD PORT torchrun ... train.py [flags], see scripts/multinode.sh
 """
@@ -30,21 +30,22 @@ from steadygpt.config import parse_args
 ANSWER_S = 3.0
 
 
-def address_of(host: str, what: str) -> str:
+def address_of(host: str, role: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise UserError(f"{what} is {host}: {error.strerror}; give an address, or add it to /etc/hosts") from None
+        raise UserError(f"{role} is {host}: {error.strerror}; give an address, or add it to /etc/hosts") from None
 
 
 def is_alone(head: str) -> bool:
-    """Return whether all agents are on this machine."""
+    """Return whether HEAD means that this machine is the only one."""
     return head == "localhost" or head.startswith("127.")
 
 
 def check_names(head: str, port: int) -> None:
     """Check that names lead to addresses that other machines can reach. HEAD may be this machine."""
-    own, address = socket.gethostname(), address_of(head, "HEAD")
+    own = socket.gethostname()
+    address = address_of(head, "HEAD")
     if is_alone(head):
         return
     if address.startswith("127.") and head != own:
@@ -63,9 +64,9 @@ def check_names(head: str, port: int) -> None:
 
 
 def run_agent(command: Sequence[str], trace: Path) -> None:
-    """Run torchrun in this process, which ends with its parent; what it logs and raises goes to a file.
+    """Run torchrun in this process, which ends with its parent, and write its log and its traceback to a file.
 
-    Its ranks write where they would, and say in a line what torchrun repeats in forty.
+    The output of the ranks is not redirected. They report an error in one line, which torchrun repeats in forty.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -84,12 +85,12 @@ def run_agent(command: Sequence[str], trace: Path) -> None:
 
 
 def own_folder() -> Path:
-    """Return a folder for locks that no other user can write to."""
+    """Return a folder for locks, to which no other user can write."""
     folder = Path(tempfile.gettempdir(), f"steadygpt-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         expected = "expected a folder of your own that is closed to others (mode 700)"
         raise UserError(f"{folder}: {expected}; remove it, or set TMPDIR to another folder")
     return folder
@@ -101,22 +102,23 @@ def main() -> int:
     config, _ = parse_args(command[flags:])
     check_names(head, int(port))
     if not is_alone(head):
-        place = own_folder() / f"{socket.gethostname()}-{port}"
-        _lock = lock_folder(place, "this machine has an agent already; one starts the ranks of all its GPUs (NPROC)")
+        folder = own_folder() / f"{socket.gethostname()}-{port}"
+        _lock = lock_folder(folder, "this machine has an agent already; one starts the ranks of all its GPUs (NPROC)")
     trace = Path(config.checkpoint_dir, f"torchrun-{socket.gethostname()}.log")
-    with tempfile.TemporaryDirectory() as folder:
-        refused = Path(folder, "refused")
+    with tempfile.TemporaryDirectory() as temporary:
+        refused = Path(temporary, "refused")  # exists once a rank has ended with a user's error
         os.environ[REFUSED] = str(refused)
         agent = multiprocessing.get_context("fork").Process(target=run_agent, args=(command, trace))
         agent.start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: os.kill(agent.pid, number))
-        while (status := agent.exitcode) is None:
-            if refused.exists():  # the agent would start the ranks again, with the same result
+        while agent.exitcode is None:
+            if refused.exists():  # the agent would restart the ranks, with the same result
                 agent.kill()
             time.sleep(0.2)
         if refused.exists():
             return 2
+    status = agent.exitcode
     if status:
         say(f"error: torchrun has ended with status {status}; what it wrote is in {trace}")
     return status if status >= 0 else 128 - status

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Upload checkpoints to a mirror (train.py --mirror), list or download them.
 
-scripts/upload_manager.py upload-all                                # what the run in checkpoints did not upload
+scripts/upload_manager.py upload-all                                # files of checkpoints/ that the mirror lacks
 scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
 """
@@ -43,7 +43,7 @@ OF_COPY = "It has no mirror: resume from it with a --mirror of its own, which up
 
 
 def upload_all(url: str, folder: Path) -> None:
-    """Upload what the mirror lacks of the intact checkpoints of a folder, and the logs of the run."""
+    """Upload the intact checkpoints of a folder that the mirror lacks, and the logs of the run."""
     with lock_folder(folder, "it uploads its checkpoints itself"):
         newest = find_checkpoint("latest", folder)
         assert newest.path and newest.checkpoint  # only "auto" finds none
@@ -54,9 +54,9 @@ def upload_all(url: str, folder: Path) -> None:
             raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
         config = replace(config_of(newest.checkpoint["launches"][-1]), checkpoint_dir=str(folder), **run.places)
         mirror = Mirror(url, run.id, config.name)
-        there = mirror.patiently(mirror.index).checkpoints.get(LATEST)
-        if there and there.saved_at > newest.checkpoint["saved_at"]:
-            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {there.step:,}; resume from it")
+        uploaded = mirror.patiently(mirror.index).checkpoints.get(LATEST)
+        if uploaded and uploaded.saved_at > newest.checkpoint["saved_at"]:
+            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {uploaded.step:,}; resume from it")
         uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)
         while uploads.is_busy():
@@ -71,16 +71,18 @@ def download(mirror: Mirror, name: str, folder: Path) -> None:
     index = mirror.patiently(mirror.index)
     if (folder / RUN).exists() and read_run(folder).id != index.run:
         raise UserError(f"{folder}: holds another run than {mirror.url}; give an empty --checkpoint_dir")
-    there = index.checkpoints
     name = {"latest": LATEST, **NAMED}.get(name, name)
-    if name not in there:
-        raise UserError(f"{mirror.url}: no {name}; expected one of {', '.join(there) or 'none: the mirror is empty'}")
+    if name not in index.checkpoints:
+        names = ", ".join(index.checkpoints) or "none: the mirror is empty"
+        raise UserError(f"{mirror.url}: no {name}; expected one of {names}")
     target = folder / name
     if target.exists():
         raise UserError(f"{target} exists; rename it, or give another --checkpoint_dir")
     folder.mkdir(parents=True, exist_ok=True)
-    os.replace(mirror.download(there[name], folder)[0], target)
-    print(printable(f"{target}: step {there[name].step:,}, verified"))
+    checkpoint = index.checkpoints[name]
+    temporary, *_ = mirror.download(checkpoint, folder)
+    os.replace(temporary, target)
+    print(printable(f"{target}: step {checkpoint.step:,}, verified"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not url and (folder / RUN).exists() and run.copied_from:
         raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
     if not url:
-        found = f"missing, and {folder / RUN} names none"
-        raise OptionError("mirror", found, "a URL such as s3://bucket/run")
+        problem = f"missing, and {folder / RUN} names none"
+        raise OptionError("mirror", problem, "a URL such as s3://bucket/run")
     if options.action == "list":
         return print_checkpoints(folder, url)
     if options.action == "download":

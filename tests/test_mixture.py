@@ -140,13 +140,13 @@ def test_a_change_at_any_row_leaves_each_source_a_prefix_of_its_own_stream(phase
     launches, row, found = [], 0, []
     for parts, count in phases:
         shares = shares_by_name(parts)
-        given = phase_of(launches).given_at(row, 7) if launches else {}
+        given = phase_of(launches).rows_used_at(row, 7) if launches else {}
         launches.append({"row": row, "shares": shares, "given": dict.fromkeys(shares, 0) | given})
         phase = phase_of(launches)
         found += inputs_of(Mixture({name: stream_of(int(name)) for name in shares}, phase, 7), row, count)
         row += count
     tokens = np.array(found, int)
-    for name, number in phase_of(launches).given_at(row, 7).items():
+    for name, number in phase_of(launches).rows_used_at(row, 7).items():
         of_source = tokens[tokens // 1000 == int(name)].tolist()
         assert of_source == stream_of(int(name)).read(0, number)[:, 0].tolist()
 

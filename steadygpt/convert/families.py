@@ -1,4 +1,4 @@
-"""Models of other projects, called foreign here, in terms of ours: shapes, names and layouts of weights."""
+"""Models of other projects, called foreign, in terms of GPT: shapes, names and layouts of weights."""
 
 import dataclasses
 import json
@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from model import GPTConfig
 from steadygpt.base.options import UserError
 
-# Activations of transformers -> ours, of an MLP with one matrix before the activation, and with two, gate and up.
+# Activations of transformers -> GPTConfig's. PLAIN: the MLP has one matrix before the activation; GATED: two, gate and
+# up.
 PLAIN = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu2": "relu2",
 }  # fmt: skip
 GATED = {"silu": "swiglu"}
-# Constants of attention that older files store with the weights.
+# Endings of the names of attention's constants, which older files store with the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary
 
@@ -27,21 +28,23 @@ TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary
 class Family:
     """Another model class in terms of GPT and GPTConfig."""
 
-    names: dict[str, str | tuple[str, ...]]  # parts of GPT's weight names -> foreign ones, a tuple if GPT stacks them
+    names: dict[str, str | tuple[str, ...]]  # parts of GPT's weight names -> foreign parts, a tuple if GPT stacks them
     architecture: str = ""  # the Hugging Face class
-    fields: dict[str, str] = field(default_factory=dict)  # of GPTConfig -> foreign ones
-    defaults: dict[str, Any] = field(default_factory=dict)  # of these fields, foreign values where config.json has none
-    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, unless its default
-    required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default, which GPT computes
+    fields: dict[str, str] = field(default_factory=dict)  # field of GPTConfig -> foreign field
+    defaults: dict[str, Any] = field(
+        default_factory=dict
+    )  # field of GPTConfig -> foreign value if config.json has none
+    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, where not their default
+    required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default; GPT supports no other
     activations: dict[str, str] = field(default_factory=lambda: PLAIN)  # foreign -> GPTConfig's
     dropouts: tuple[str, ...] = ()  # foreign fields for dropout besides the one in `fields`
     any_heads: bool = False  # num_heads need not divide embd_size
     transposed: bool = False  # linear layers are stored as (in, out)
-    by_head: bool = False  # c_attn holds q, k and v of one head after another; GPT's has the q of all heads first
+    by_head: bool = False  # c_attn has q, k and v of the first head, then of the next; GPT's has q of all heads first
     rotates_back: bool = False  # rotary positions rotate by the opposite angle
 
 
-# Fields of GPTConfig -> those of most classes of transformers.
+# Field of GPTConfig -> its name in most classes of transformers.
 USUAL = {
     "vocab_size": "vocab_size", "context_length": "max_position_embeddings", "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads", "embd_size": "hidden_size", "intermediate_size": "intermediate_size",
@@ -141,19 +144,19 @@ FAMILIES = {"gpt2": GPT2, "gpt_neox": GPT_NEOX, "llama": LLAMA, "qwen3": QWEN3, 
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json
 
-# transformers 5 stores these older fields in "rope_parameters", under other names.
+# Names in the "rope_parameters" of transformers 5 -> names of the older fields.
 ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-ABSENT = ("intermediate_size", "num_kv_heads", "head_dim", "logit_softcap")  # fields that are 0 for null
+ABSENT = ("intermediate_size", "num_kv_heads", "head_dim", "logit_softcap")  # fields of GPTConfig that are 0 for null
 
 
 def resolved(config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of a model's shape, with the values that 0 stands for."""
+    """Return the fields of a model's shape, with the actual sizes where a field is 0 for "derived"."""
     sizes = {"intermediate_size": config.mlp_size, "num_kv_heads": config.kv_heads, "head_dim": config.head_size}
     return dataclasses.asdict(config) | sizes
 
 
 def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
-    """Return the family of a config.json, and its fields of GPTConfig."""
+    """Return the family of a config.json, and the fields of GPTConfig that the file describes."""
     kind = stored.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
@@ -162,33 +165,43 @@ def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
     family = FAMILIES[kind]
     scaling = stored.get("rope_scaling")
     rope = stored.get("rope_parameters")
-    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default":  # that is, none
-        rope = scaling if rope is None else rope
+    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default":  # no scaling
+        if rope is None:
+            rope = scaling
         stored = stored | {"rope_scaling": None}
     if isinstance(rope, dict):
         if any(isinstance(value, dict) for value in rope.values()):
             raise UserError(
                 f"{source}: rope_parameters in config.json differ by layer; expected one set for all layers"
             )
-        stored = stored | rope | {older: rope[newer] for newer, older in ROPE.items() if newer in rope}
+        old_names = {old: rope[new] for new, old in ROPE.items() if new in rope}
+        stored = stored | rope | old_names
     for name, expected in family.required.items():
         if stored.get(name) not in (None, expected):
             raise UserError(
                 f"{source}: {name} in config.json is {json.dumps(stored[name])}; expected {json.dumps(expected)}"
             )
-    found = {name: stored.get(family.fields[name], default) for name, default in family.defaults.items()}
-    if str(found["activation"]) not in family.activations:
+    shape = {name: stored.get(family.fields[name], default) for name, default in family.defaults.items()}
+    activation = shape["activation"]
+    if str(activation) not in family.activations:
         raise UserError(
-            f"{source}: {family.fields['activation']} is {json.dumps(found['activation'])}; expected one of "
+            f"{source}: {family.fields['activation']} is {json.dumps(activation)}; expected one of "
             f"{', '.join(family.activations)}"
         )
-    found = {name: 0 if value is None and name in ABSENT else value for name, value in found.items()}
-    return family, family.fixed | found | {"activation": family.activations[found["activation"]]}
+    for name in ABSENT:
+        if name in shape and shape[name] is None:
+            shape[name] = 0
+    return family, family.fixed | shape | {"activation": family.activations[activation]}
 
 
 def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
-    """Return what config.json has about the shape of a model of a family; the inverse of read_config."""
-    family, values = FAMILIES[kind], resolved(config)
+    """Return the fields of config.json for a model's shape; the inverse of read_config.
+
+    Args:
+        kind: the model_type, a key of FAMILIES.
+    """
+    family = FAMILIES[kind]
+    values = resolved(config)
     values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
     values["logit_softcap"] = config.logit_softcap or None
     return {
@@ -200,7 +213,7 @@ def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
 
 
 def find_family(config: GPTConfig) -> str:
-    """Return the model_type of a class of transformers that computes the same as GPT."""
+    """Return the model_type of a class of transformers that computes the same as GPT with this shape."""
     unfit = {kind: _unfit_fields(config, family) for kind, family in FAMILIES.items()}
     kind = min(unfit, key=lambda kind: len(unfit[kind]))
     if unfit[kind]:
@@ -212,17 +225,19 @@ def find_family(config: GPTConfig) -> str:
 
 
 def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
-    """Return the fields of a model's shape that a family does not have, each as "NAME is FOUND, expected EXPECTED"."""
-    values, num_heads = resolved(config), config.num_heads
+    """Return the values of a model's shape that a family cannot have, each as "NAME is FOUND, expected EXPECTED"."""
+    values = resolved(config)
+    num_heads = config.num_heads
     expected = {f.name: f.default for f in dataclasses.fields(config) if f.name not in family.fields}
-    # A family without these fields divides its width among the heads, and does not rotate. Missing biases become zeros.
-    usual = {"num_kv_heads": num_heads, "head_dim": config.embd_size // num_heads}
-    usual |= {"bias": config.bias, "rotary_base": config.rotary_base} | family.fixed
-    expected |= {name: value for name, value in usual.items() if name in expected}
+    # A family without these fields divides its width among the heads, and does not rotate. Missing biases are exported
+    # as zeros.
+    implied = {"num_kv_heads": num_heads, "head_dim": config.embd_size // num_heads}
+    implied |= {"bias": config.bias, "rotary_base": config.rotary_base} | family.fixed
+    expected |= {name: value for name, value in implied.items() if name in expected}
     unfit = [f"{name} is {values[name]}, expected {value}" for name, value in expected.items() if values[name] != value]
     if config.activation not in family.activations.values():
-        known = dict.fromkeys(family.activations.values())
-        unfit.append(f"activation is {config.activation}, expected {' or '.join(known)}")
+        activations = dict.fromkeys(family.activations.values())
+        unfit.append(f"activation is {config.activation}, expected {' or '.join(activations)}")
     if "rotary_pct" in family.fields and not config.rotary_pct:
         unfit.append("rotary_pct is 0.0, expected more")
     if config.embd_size % num_heads and not family.any_heads:
@@ -235,27 +250,32 @@ def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
 
 
 def foreign_names(name: str, family: Family) -> tuple[str, ...]:
-    """Return the foreign name of a weight, or the names of the matrices that GPT stacks in it."""
-    names: tuple[str, ...] = (name,)
+    """Return the foreign name of a weight, or the names of the foreign matrices that GPT stacks in it."""
+    names = [name]
     for part, foreign in family.names.items():
         if name.startswith(part) or (part.startswith(".") and part in name):
-            several = foreign if isinstance(foreign, tuple) else (foreign,)
-            names = tuple(old.replace(part, new, 1) for old in names for new in several)
-    return names
+            foreign_parts = foreign if isinstance(foreign, tuple) else (foreign,)
+            replaced = []
+            for old in names:
+                replaced += [old.replace(part, new, 1) for new in foreign_parts]
+            names = replaced
+    return tuple(names)
 
 
 def to_foreign(name: str, tensor: Tensor, config: GPTConfig, family: Family) -> dict[str, Tensor]:
-    """Return a weight as the foreign weights that hold the same, by name; tables lose their padding."""
-    names, tensor = foreign_names(name, family), tensor[: config.vocab_size] if name in TABLES else tensor
+    """Convert a weight of GPT to the equivalent foreign weights, by name; tables lose their padding."""
+    names = foreign_names(name, family)
+    if name in TABLES:
+        tensor = tensor[: config.vocab_size]
     tensor = _other_layout(name, tensor, config, family, (3, config.num_heads))
     parts = tensor.split(config.parts(name)) if len(names) > 1 else (tensor,)
     return {foreign: part.contiguous() for foreign, part in zip(names, parts, strict=True)}
 
 
 def to_own(name: str, parts: Sequence[Tensor], config: GPTConfig, family: Family) -> Tensor:
-    """Return the weight of GPT that holds the same as foreign weights, in the order of foreign_names.
+    """Convert foreign weights, in the order of foreign_names, to the equivalent weight of GPT.
 
-    Rows of tables that are padding become zero, as in training.
+    The padding rows of tables become zero, as in training.
     """
     tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if name in TABLES:
@@ -263,13 +283,17 @@ def to_own(name: str, parts: Sequence[Tensor], config: GPTConfig, family: Family
     return _other_layout(name, tensor, config, family, (config.num_heads, 3)).contiguous()
 
 
-def _other_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family, by_head: tuple[int, int]) -> Tensor:
-    """Convert a weight between the layouts of GPT and a family; `by_head` is (3, num_heads) for a weight of GPT."""
+def _other_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family, dims: tuple[int, int]) -> Tensor:
+    """Convert a weight between the layouts of GPT and a family, in either direction.
+
+    Args:
+        dims: the first two dimensions of c_attn before the conversion: (3, num_heads) in GPT's layout.
+    """
     if family.transposed and name.endswith("weight") and ".c_" in name:
         tensor = tensor.T
     if family.by_head and ".c_attn." in name:  # (3, num_heads, head_dim, ...) <-> (num_heads, 3, head_dim, ...)
-        tensor = tensor.unflatten(0, (*by_head, -1)).transpose(0, 1).flatten(0, 2)
-    if family.rotates_back and ".c_attn." in name:  # negates the second half of each query and key
+        tensor = tensor.unflatten(0, (*dims, -1)).transpose(0, 1).flatten(0, 2)
+    if family.rotates_back and ".c_attn." in name:  # negate the second half of each query and key
         queries, keys, _ = config.parts(name)
         signs = tensor.new_ones(len(tensor), 1)
         signs[: queries + keys].view(-1, 2, config.head_size // 2)[:, 1] = -1

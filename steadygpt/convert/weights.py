@@ -1,4 +1,4 @@
-"""Weights of SteadyGPT, nanoGPT and Hugging Face: read as a checkpoint, compared with a run, loaded into a model."""
+"""Weights of SteadyGPT, nanoGPT and Hugging Face: reading, comparing with a run, loading into a model."""
 
 import dataclasses
 import hashlib
@@ -44,35 +44,36 @@ from steadygpt.data.tokenizer import (
 from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.network import hub
 
-# Of the vocab.json of GPT-2, as json.dumps writes it with sorted keys.
+# The hash of GPT-2's vocab.json, as json.dumps writes it with sorted keys.
 GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
-GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the latter with the unused rows of nanoGPT
+GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the second has the unused rows of nanoGPT
 UNKNOWN = TokenizerRecord("")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LARGEST_KEPT = 2**20  # bytes of a file
+LARGEST_KEPT = 2**20  # bytes of a file that kept_files() keeps
 
 
 def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
     """Read weights as a checkpoint without optimizer; its "tokenizer" is "" if unknown.
 
     Args:
-        source: a checkpoint file (also nanoGPT's or build-nanogpt's), a folder of checkpoints for its latest, a Hugging
-            Face folder, or NAME[@REVISION] on the Hub.
+        source: a checkpoint file (also of nanoGPT or build-nanogpt), a folder of checkpoints (the latest one is read),
+            a Hugging Face folder, or NAME[@REVISION] on the Hub.
         tokenizer: of these weights, if the source does not name it.
         download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
-    path, given = Path(source), record_named(tokenizer)
+    path = Path(source)
+    user_record = record_named(tokenizer)
     if path.is_dir():
         if (path / ADAPTER).exists():
             raise UserError(f"{path}: {what_it_is(path / ADAPTER)}")
         if not (path / "config.json").exists() and checkpoint_files(path):
             path, checkpoint = open_checkpoint(source, path)
-            return with_tokenizer(checkpoint, given, path)
-        return _read_folder(path, source, given)
+            return with_tokenizer(checkpoint, user_record, path)
+        return _read_folder(path, source, user_record)
     if path.suffix == ".pt" or path.is_file():
-        return _read_file(path, given)
+        return _read_file(path, user_record)
     try:
         folder, repo = hub.fetch_model(source, download)
     except (hub.NoAnswer, hub.NotFound) as error:
@@ -80,14 +81,15 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     except OSError as error:
         raise UserError(f"{source}: {error}; fix it and run this again") from error
     if download or not repo.online:
-        return _read_folder(folder, source, given)
-    return _read_folder(folder, source, given, with_weights=False) | {"source": f"{repo.name}@{repo.commit}"}
+        return _read_folder(folder, source, user_record)
+    checkpoint = _read_folder(folder, source, user_record, with_weights=False)
+    return checkpoint | {"source": f"{repo.name}@{repo.commit}"}
 
 
 class Kept(TypedDict):
-    """What an export writes again of the folder that weights come from."""
+    """Content of the Hugging Face folder of the weights that an export writes again."""
 
-    ids: dict[str, Count | list[Count]]  # of config.json
+    ids: dict[str, Count | list[Count]]  # special ids of config.json
     files: dict[str, str]  # name -> text
 
 
@@ -106,7 +108,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions(ModelOptions):
-    """Options of the commands that use a given checkpoint."""
+    """Options of the commands that use one checkpoint."""
 
     checkpoint: str = option(
         "latest",
@@ -119,21 +121,23 @@ class CheckpointOptions(ModelOptions):
 def load_model(checkpoint: dict) -> GPT:
     """Return the model of a checkpoint, on the CPU."""
     config = GPTConfig(**checkpoint["model_config"])
-    check_tensors(checkpoint | {"optimizer": {}}, "the checkpoint", sketch_of(config), {})  # before memory is allocated
+    # Check before memory is allocated.
+    check_tensors(checkpoint | {"optimizer": {}}, "the checkpoint", sketch_of(config), {})
     model = GPT(config, initialize=False)
     model.load_state_dict(checkpoint["model"])
     return model
 
 
 def sketch_of(config: GPTConfig) -> GPT:
-    """Return a model on the meta device: the names and shapes of its weights, without memory."""
+    """Return a model on the meta device: its weights have names and shapes, but no memory."""
     with torch.device("meta"):
         return GPT(config, initialize=False)
 
 
 def load_cropped(weights: dict, shape: GPTConfig) -> None:
-    """Complete the weights of --init_from with their tensors, cropped to the context and the vocabulary of a run."""
-    model = weights["model"] = weights["model"] or read_weights(weights["source"])["model"]
+    """Load the tensors of the weights of --init_from, cropped to the context and the vocabulary of a run."""
+    model = weights["model"] or read_weights(weights["source"])["model"]
+    weights["model"] = model
     if "wpe.weight" in model:
         model["wpe.weight"] = model["wpe.weight"][: shape.context_length]
     if weights["model_config"]["vocab_size"] > shape.vocab_size:
@@ -143,33 +147,38 @@ def load_cropped(weights: dict, shape: GPTConfig) -> None:
 
 
 def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerRecord) -> str:
-    """Check that the weights of --init_from fit the model and the data of a run; their context may be longer.
+    """Check that the weights of --init_from fit the model and the data of a run.
 
-    With the tokenizer of the data, they may also have rows for ids beyond it.
+    The context of the weights may be longer. If they have the tokenizer of the data, they may also have more rows.
 
     Returns: a line for the plan if the tokenizers cannot be compared, else "".
     """
-    of_weights, of_run = TokenizerRecord.of(initial), resolved(config)
+    record_of_weights = TokenizerRecord.of(initial)
+    shape = resolved(config)
     advice = "prepare the text with the tokenizer of the weights"
-    is_same = bool(record.tokenizer_sha256) and record.tokenizer_sha256 == of_weights.tokenizer_sha256
-    for name, found in resolved(GPTConfig(**initial["model_config"])).items():
-        longer = (name == "context_length" or (name == "vocab_size" and is_same)) and found >= of_run[name]
-        if name != "dropout" and found != of_run[name] and not longer:
-            other = f"the data has {of_run[name]}; {advice}" if name == "vocab_size" else f"this run has {of_run[name]}"
-            raise UserError(f"--init_from {source}: {name} is {found}, but {other}")
-    if not of_weights.fits(record):
-        raise UserError(f"--init_from {source}: tokenizer is {of_weights}, but the data has {record}; {advice}")
-    is_known = of_weights.tokenizer and (of_weights.tokenizer_sha256 or not of_weights.is_file)
-    unknown = labelled("weights", f"{source} names no tokenizer: only the vocabulary size was compared")
-    return "" if is_known else unknown
+    is_same = bool(record.tokenizer_sha256) and record.tokenizer_sha256 == record_of_weights.tokenizer_sha256
+    for name, value in resolved(GPTConfig(**initial["model_config"])).items():
+        may_be_larger = name == "context_length" or (name == "vocab_size" and is_same)
+        if name == "dropout" or value == shape[name] or (may_be_larger and value > shape[name]):
+            continue
+        problem = f"--init_from {source}: {name} is {value}"
+        if name == "vocab_size":
+            raise UserError(f"{problem}, but the data has {shape[name]}; {advice}")
+        raise UserError(f"{problem}, but this run has {shape[name]}")
+    if not record_of_weights.fits(record):
+        raise UserError(f"--init_from {source}: tokenizer is {record_of_weights}, but the data has {record}; {advice}")
+    is_file_alone = record_of_weights.is_file and not record_of_weights.tokenizer_sha256
+    if not record_of_weights.tokenizer or is_file_alone:
+        return labelled("weights", f"{source} names no tokenizer: only the vocabulary size was compared")
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # files and folders
 
 
-def _read_file(path: Path, given: TokenizerRecord) -> dict:
-    # build-nanogpt pickles its GPTConfig; an empty class replaces it, so that no code of the file runs.
+def _read_file(path: Path, user_record: TokenizerRecord) -> dict:
+    # A file of build-nanogpt contains its pickled GPTConfig. An empty class replaces it, so no code of the file runs.
     stand_in = type("GPTConfig", (), {})
     modules = ("__main__", "model", "train_gpt2")
     with torch.serialization.safe_globals([(stand_in, f"{module}.GPTConfig") for module in modules]):
@@ -177,49 +186,54 @@ def _read_file(path: Path, given: TokenizerRecord) -> dict:
     content = content if isinstance(content, dict) else {}
     shape = content.get("model_args", content.get("config"))
     if isinstance(shape, dict) and "block_size" not in shape:
-        shape = None  # of another program, see as_checkpoint
+        shape = None  # the file is from another program, see as_checkpoint
     if isinstance(shape, dict) and "model_args" in content:
-        found = {"activation": "gelu"} | shape  # nanoGPT
+        fields = {"activation": "gelu"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):
-        found = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt, and gpt2-from-scratch with our names
+        fields = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt; gpt2-from-scratch has names of GPTConfig
     else:
-        return with_tokenizer(as_checkpoint(content, path), given, path)
-    names = {ours: theirs for ours, theirs in NANOGPT.fields.items() if ours not in found}
-    config = _config(found | {ours: found[theirs] for ours, theirs in names.items() if theirs in found}, names, path)
+        return with_tokenizer(as_checkpoint(content, path), user_record, path)
+    names = {ours: theirs for ours, theirs in NANOGPT.fields.items() if ours not in fields}
+    fields |= {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
+    config = _config(fields, names, path)
     weights = content.get("model")
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path}: model is not a dict of tensors; expected the weights of a GPT")
-    record = given if given.tokenizer else _assumed_gpt2(config, path)
-    return _converted(config, _own_names(weights), NANOGPT, record, path)
+    record = user_record if user_record.tokenizer else _assume_gpt2(config, path)
+    return _as_own_checkpoint(config, _own_names(weights), NANOGPT, record, path)
 
 
 def _own_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove constants, and the prefixes of torch.compile and DDP, which are in the order of their wrapping."""
-    kept = {name: tensor for name, tensor in weights.items() if not name.endswith(families.CONSTANTS)}
-    return {re.sub(r"^((_orig_mod|module)\.)+", "", name): tensor for name, tensor in kept.items()}
+    """Remove constants, and the prefixes of names that torch.compile and DDP add, in any order."""
+    cleaned = {}
+    for name, tensor in weights.items():
+        if not name.endswith(families.CONSTANTS):
+            cleaned[re.sub(r"^((_orig_mod|module)\.)+", "", name)] = tensor
+    return cleaned
 
 
-def _read_folder(folder: Path, source: str, given: TokenizerRecord, with_weights: bool = True) -> dict:
+def _read_folder(folder: Path, source: str, user_record: TokenizerRecord, with_weights: bool = True) -> dict:
     if not (folder / "config.json").exists():
-        kind = what_it_is(folder) or "not a Hugging Face model; expected config.json in it"
-        raise UserError(f"{source}: {kind}")
+        problem = what_it_is(folder) or "not a Hugging Face model; expected config.json in it"
+        raise UserError(f"{source}: {problem}")
     stored = read_json(folder / "config.json", dict, "expected that of a Hugging Face model")
-    family, found = families.read_config(stored, source)
-    config = _config(found, family.fields, source)
+    family, fields = families.read_config(stored, source)
+    config = _config(fields, family.fields, source)
     own = stored.get("steadygpt")  # written by write_folder of convert_hf.py
-    own = own if isinstance(own, dict) and own.get("vocab_size") == config.vocab_size else {}
-    record = given if given.tokenizer else _tokenizer_of(folder, source, own, config, stored)
+    if not isinstance(own, dict) or own.get("vocab_size") != config.vocab_size:
+        own = {}
+    record = user_record if user_record.tokenizer else _tokenizer_of(folder, source, own, config, stored)
     record = record._replace(tokenizer_files=kept_files(folder, stored))
     weights = _read_safetensors(folder, source, family) if with_weights else {}
     biases = {name for name in weights if name.endswith(".bias")}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
         config = dataclasses.replace(config, bias=False)
         weights = {name: tensor for name, tensor in weights.items() if name not in biases}
-    return _converted(config, weights if with_weights else None, family, record, source)
+    return _as_own_checkpoint(config, weights if with_weights else None, family, record, source)
 
 
 def import_safetensors(path: object) -> Any:
-    """Return the package that reads and writes `path`, and that only Hugging Face folders need."""
+    """Import the package that reads and writes `path`; only Hugging Face folders need it."""
     try:
         import safetensors.torch
         import tokenizers  # noqa: F401 (checks and writes a tokenizer.json)
@@ -229,12 +243,13 @@ def import_safetensors(path: object) -> Any:
 
 
 def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Tensor]:
-    safetensors, weights = import_safetensors(source), dict[str, Tensor]()
+    safetensors = import_safetensors(source)
+    weights: dict[str, Tensor] = {}
     for file in hub.weight_files(folder):
         if file.name == hub.WEIGHTS and not file.exists():
-            others = filter(None, (what_it_is(path) for path in sorted(folder.glob("*.bin"))))
-            kind = next(others, "other formats are refused, because loading them can run code")
-            raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {kind}")
+            reasons = filter(None, (what_it_is(path) for path in sorted(folder.glob("*.bin"))))
+            reason = next(reasons, "other formats are refused, because loading them can run code")
+            raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {reason}")
         try:
             with open_to_read(file) as opened:
                 check_pulled(file, opened.peek(1))
@@ -242,7 +257,7 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]
-    if not any(name.startswith(base) for name in weights):  # saved without the head, as gpt2 on the Hub
+    if not any(name.startswith(base) for name in weights):  # the model without its head was saved, as gpt2 on the Hub
         weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
     return weights
 
@@ -251,11 +266,12 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
 # shapes and weights
 
 
-def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
-    """Build a model's shape from its fields; `names` has the names that errors report, as in the source."""
+def _config(fields: dict, names: dict[str, str], source: Path | str) -> GPTConfig:
+    """Build a model's shape from fields of GPTConfig; errors name a field as the source does, see `names`."""
     shape = {}
     for f in dataclasses.fields(GPTConfig):
-        value, expected = found.get(f.name, f.default), kind_of(f)
+        value = fields.get(f.name, f.default)
+        expected = kind_of(f)
         if type(value) not in ((int, float) if expected is float else (expected,)):
             example = "true or false" if expected is bool else f"{expected.__name__}, such as {f.default}"
             found_text = json.dumps(value, default=repr)
@@ -270,11 +286,12 @@ def _config(found: dict, names: dict[str, str], source: Path | str) -> GPTConfig
     return config
 
 
-def _converted(
+def _as_own_checkpoint(
     config: GPTConfig, weights: dict[str, Tensor] | None, family: Family, record: TokenizerRecord, source: Path | str
 ) -> dict:
-    """Return a checkpoint of foreign weights, in GPT's names and layouts; without weights its "model" is empty."""
-    rows, config = config.vocab_size, _without_padding(config, record, source)
+    """Convert foreign weights to a checkpoint in GPT's names and layouts; without weights its "model" is empty."""
+    rows = config.vocab_size  # of the tables, with padding
+    config = _without_padding(config, record, source)
     model: dict[str, Tensor] = {}
     checkpoint = {
         "format_version": FORMAT_VERSION,
@@ -287,17 +304,18 @@ def _converted(
     }
     if weights is None:
         return checkpoint
-    head, table = (foreign_names(name, family)[0] for name in ("lm_head.weight", "wte.weight"))
-    if config.tied_head and table not in weights and head in weights:  # either name may hold the tied table
+    head = foreign_names("lm_head.weight", family)[0]
+    table = foreign_names("wte.weight", family)[0]
+    if config.tied_head and table not in weights and head in weights:  # a tied table may have either name
         weights[table] = weights[head]
-    for name, empty in sketch_of(config).named_parameters():  # without a tied head
+    for name, sketch in sketch_of(config).named_parameters():  # which leave out a tied head
         parts = []
-        for foreign, like in to_foreign(name, empty, config, family).items():
-            expected = (rows, config.embd_size) if name in TABLES else tuple(like.shape)
+        for foreign, foreign_sketch in to_foreign(name, sketch, config, family).items():
+            expected = (rows, config.embd_size) if name in TABLES else tuple(foreign_sketch.shape)
             tensor = weights.pop(foreign, None)
             if tensor is None or tuple(tensor.shape) != expected:
-                found = "missing" if tensor is None else tuple(tensor.shape)
-                raise UserError(f"{source}: the weight {foreign} is {found}; expected {expected}")
+                shape = "missing" if tensor is None else tuple(tensor.shape)
+                raise UserError(f"{source}: the weight {foreign} is {shape}; expected {expected}")
             if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:  # such as scaled float8
                 raise UserError(f"{source}: the weight {foreign} is {tensor.dtype}; expected fp64, fp32, fp16 or bf16")
             if not tensor.isfinite().all():
@@ -318,26 +336,32 @@ def _converted(
 # tokenizers
 
 
-def with_tokenizer(checkpoint: dict, given: TokenizerRecord, path: Path) -> dict:
-    """Return the checkpoint with its tokenizer filled in."""
-    known = TokenizerRecord.of(checkpoint)
-    known = known if known.tokenizer else given
-    if given.tokenizer not in ("", known.tokenizer):
-        raise UserError(f"{path}: its tokenizer is {known}; drop --tokenizer {given.tokenizer}")
-    _without_padding(GPTConfig(**checkpoint["model_config"]), given, path)  # checks it
-    return checkpoint | known._asdict()
+def with_tokenizer(checkpoint: dict, user_record: TokenizerRecord, path: Path) -> dict:
+    """Return the checkpoint with the tokenizer that the user names, if it names none itself."""
+    record = TokenizerRecord.of(checkpoint)
+    if not record.tokenizer:
+        record = user_record
+    if user_record.tokenizer not in ("", record.tokenizer):
+        raise UserError(f"{path}: its tokenizer is {record}; drop --tokenizer {user_record.tokenizer}")
+    _without_padding(GPTConfig(**checkpoint["model_config"]), user_record, path)  # checks the number of ids
+    return checkpoint | record._asdict()
 
 
 def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
-    """Return what is known of the tokenizer of a folder with the config.json `stored`, to which we have added `own`."""
+    """Return the record of the tokenizer of a Hugging Face folder, as far as it is known.
+
+    Args:
+        own: the part of config.json that write_folder of convert_hf.py has added.
+        stored: config.json.
+    """
     record = TokenizerRecord.of({"tokenizer": ""} | own, f"{source}: steadygpt in config.json")
     if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
         return record.with_json(folder)
     has_rows_of_gpt2 = config.vocab_size in GPT2_ROWS
     try:
-        if stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists():  # an older folder
+        if stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists():  # older folders have none
             if not (folder / "vocab.json").exists():
-                return _assumed_gpt2(config, source)
+                return _assume_gpt2(config, source)
             vocabulary = json.dumps(read_json(folder / "vocab.json", dict, ""), sort_keys=True)
             is_gpt2 = hashlib.sha256(vocabulary.encode()).hexdigest() == GPT2_VOCAB_SHA256
             return GPT2_TOKENIZER if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
@@ -353,35 +377,35 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
             return UNKNOWN
         say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
         return record._replace(tokenizer_sha256=identity)
-    except (UserError, OSError):  # there is none
+    except (UserError, OSError):  # no tokenizer at all
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
         return GPT2_TOKENIZER
     if tokenizer.n_vocab > config.vocab_size:
         return UNKNOWN
     special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
-    begins = record.document_token
-    if begins not in special.values():
-        begins = special.get(str(stored.get("bos_token_id")), begins)
-    return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=begins)
+    document_token = record.document_token
+    if document_token not in special.values():
+        document_token = special.get(str(stored.get("bos_token_id")), document_token)
+    return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=document_token)
 
 
 def kept_files(folder: Path, stored: dict) -> str:
-    """Return what an export writes again, as JSON: special ids of config.json, and other small files with their texts.
+    """Return the JSON of a Kept: special ids of config.json, and the texts of other small files of the folder.
 
     Args:
         stored: config.json.
     """
-    ids = dict[str, int | list[int]]()
+    ids: dict[str, int | list[int]] = {}
     for name in SPECIAL_IDS:
         value: Any = stored.get(name)
-        several = value if isinstance(value, list) else [value]
-        if all(type(i) is int and 0 <= i < 2**32 for i in several):
+        values = value if isinstance(value, list) else [value]
+        if all(type(i) is int and 0 <= i < 2**32 for i in values):
             ids[name] = value
     files = {}
     for name in hub.KEPT_FILES:
         path = folder / name
-        with suppress(OSError, UserError, ValueError, RecursionError):  # broken or large ones are left out
+        with suppress(OSError, UserError, ValueError, RecursionError):  # broken or large files are left out
             text = read_file(path, LARGEST_KEPT).decode()
             if path.suffix == ".json":
                 json.loads(text)
@@ -390,34 +414,35 @@ def kept_files(folder: Path, stored: dict) -> str:
 
 
 def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:
-    """Return what kept_files() has kept in a record, without ids outside of the vocabulary and other files."""
+    """Return the Kept of a record, without ids outside the vocabulary and without files other than KEPT_FILES."""
     advice = "convert the weights again"
-    kept = parse_json(record.tokenizer_files or '{"ids": {}, "files": {}}', Kept, "tokenizer_files", advice)
-    ids = {name: value for name, value in kept["ids"].items() if name in SPECIAL_IDS}
+    content = parse_json(record.tokenizer_files or '{"ids": {}, "files": {}}', Kept, "tokenizer_files", advice)
+    ids = {name: value for name, value in content["ids"].items() if name in SPECIAL_IDS}
     for name, value in list(ids.items()):
-        several = value if isinstance(value, list) else [value]
-        if any(i >= vocab_size for i in several):
+        values = value if isinstance(value, list) else [value]
+        if any(i >= vocab_size for i in values):
             del ids[name]
-    return Kept(ids=ids, files={name: text for name, text in kept["files"].items() if name in hub.KEPT_FILES})
+    return Kept(ids=ids, files={name: text for name, text in content["files"].items() if name in hub.KEPT_FILES})
 
 
-def _assumed_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
-    """Return gpt2, with a warning, for weights of its size without a tokenizer."""
+def _assume_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
+    """Assume gpt2, with a warning, for weights that name no tokenizer and have its number of rows."""
     if config.vocab_size not in GPT2_ROWS:
         return UNKNOWN
-    found = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
-    say(f"warning: {source}: {found}. For another one, use --tokenizer of convert_hf.py")
+    problem = f"names no tokenizer; assumed gpt2, because it has {config.vocab_size:,} rows"
+    say(f"warning: {source}: {problem}. For another one, use --tokenizer of convert_hf.py")
     return TokenizerRecord("gpt2")
 
 
 def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | str) -> GPTConfig:
-    """Return the shape with the vocabulary of the tokenizer, if that is known by name.
+    """Return the shape with the vocabulary of the tokenizer, if its size is known, instead of the padded one.
 
-    The padding of other vocabularies stays, because data that was prepared without their tokenizer counts it.
+    The padding of a tokenizer from a file stays, because data prepared without the tokenizer counts the padding.
     """
     if not record.tokenizer or (record.is_file and not record.tokenizer_json):
         return config
-    rows, vocab_size = config.vocab_size, vocab_size_of(record)
+    rows = config.vocab_size
+    vocab_size = vocab_size_of(record)
     if record.is_file and vocab_size <= rows:
         return config
     if not vocab_size <= rows < vocab_size + 128:

@@ -9,9 +9,10 @@ import numpy as np
 
 from steadygpt.base.options import UserError
 
-BLOCK_ROWS = 4096  # of them each source of a mixture gives a whole number; a loader locates as many at a time
+# Rows of a block. Each source of a mixture gives a whole number of them, and a loader locates one block at a time.
+BLOCK_ROWS = 4096
 
-ROUNDS = 10  # of the permutation; with 6, some orders of five elements are twice as likely as others
+ROUNDS = 10  # of the Feistel network; with 6, some orders of five elements are twice as likely as others
 
 
 def scramble(x: np.ndarray) -> np.ndarray:
@@ -22,7 +23,7 @@ def scramble(x: np.ndarray) -> np.ndarray:
 
 
 def key_of(*parts: int | np.ndarray) -> np.ndarray:
-    """Hash the parts, in this order, to uint64; arrays give an array of their shape, numbers alone (1,)."""
+    """Hash the parts, in this order, to uint64: an array of the shape of array parts, (1,) if all are numbers."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         key = scramble(key + np.uint64(0x9E3779B97F4A7C15) + np.asarray(part).astype(np.uint64))
@@ -30,17 +31,19 @@ def key_of(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Apply the pseudo-random permutation of range(n) that the key selects to i (int64), in O(1) per element.
+    """Map each i (int64) by the pseudo-random permutation of range(n) that the key selects, in O(1) per element.
 
-    Each element may have an n, at most 2**53, and a key of its own.
+    Each element may have its own n, at most 2**53, and its own key.
 
-    A Feistel network over the next power of 4, repeated until the result is below n (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains"). Unlike NumPy's shuffles, it needs no table and never changes between releases.
+    The permutation is a Feistel network over the next power of 4, repeated until the result is below n (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"). Unlike NumPy's shuffles, it needs no table and never changes
+    between releases.
 
-    All orders of a few elements are equally likely (tests/test_dataloader.py). As the permutations of a Feistel network
-    are even, half of the keys first swap the elements 0 and 1.
+    All orders of a few elements are equally likely (tests/test_dataloader.py). A Feistel network gives only even
+    permutations, so half of the keys first swap the elements 0 and 1.
     """
-    bits, end = np.frexp(np.asarray(n) - 1)[1], np.asarray(n).astype(np.uint64)  # bits of n - 1
+    bits = np.frexp(np.asarray(n) - 1)[1]  # of n - 1
+    end = np.asarray(n).astype(np.uint64)
     half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
     mask = (np.uint64(1) << half) - np.uint64(1)
     round_keys = [scramble(key + np.uint64(r)) for r in range(ROUNDS)]
@@ -59,35 +62,40 @@ def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run with one mixture. Sources go by their identities, so names and the order of a list are free.
+    """A stretch of a run with one mixture; sources are named by their identities, so renaming or reordering is free.
 
-    Of BLOCK_ROWS rows, counted from the first row of the phase, each source gives a fixed number, at places that are
-    drawn for each block. Each source gives the rows of its own stream in their order, and the phases continue it.
+    Blocks of BLOCK_ROWS rows are counted from the first row of the phase. Each source gives a fixed number of rows of
+    a block, at places drawn for this block. It gives the rows of its own stream in order; the next phase continues the
+    stream.
     """
 
-    number: int  # 0 for the first of the run
-    first_row: int  # of the run
+    number: int  # 0 for the first phase of the run
+    first_row: int  # its position in the run
     shares: Mapping[str, int]  # source -> its rows in a block
-    given: Mapping[str, int]  # source -> the rows it gave before this phase, also of those that now give none
+    rows_used_before: Mapping[str, int]  # source -> rows it gave before this phase; includes sources that now give none
 
     def order(self, block: int, seed: int) -> np.ndarray:
-        """Return which source, as an index of the sorted ones, gives each row of a block, (BLOCK_ROWS,) int64."""
+        """Return the source of each row of a block, as an index into the sorted sources, (BLOCK_ROWS,) int64."""
         ends = np.cumsum([share for _, share in sorted(self.shares.items())])
-        # The last part tells this key from those of shards and rows.
+        # The last part of this key makes it differ from the keys of shards and rows.
         slots = permute(np.arange(BLOCK_ROWS), BLOCK_ROWS, key_of(seed, self.number, block, BLOCK_ROWS))
         return np.searchsorted(ends, slots, side="right")
 
-    def given_before(self, block: int) -> dict[str, int]:
+    def rows_used_before_block(self, block: int) -> dict[str, int]:
         """Return how many rows each source has given before a block."""
-        return {**self.given, **{name: self.given.get(name, 0) + block * n for name, n in self.shares.items()}}
+        rows_used = dict(self.rows_used_before)
+        for source, share in self.shares.items():
+            rows_used[source] = rows_used.get(source, 0) + block * share
+        return rows_used
 
-    def given_at(self, row: int, seed: int) -> dict[str, int]:
+    def rows_used_at(self, row: int, seed: int) -> dict[str, int]:
         """Return how many rows each source has given once the run has consumed `row` rows, in O(1)."""
         block, within = divmod(row - self.first_row, BLOCK_ROWS)
-        given, names = self.given_before(block), sorted(self.shares)
+        rows_used = self.rows_used_before_block(block)
+        sources = sorted(self.shares)
         for i in self.order(block, seed)[:within].tolist():
-            given[names[i]] += 1
-        return given
+            rows_used[sources[i]] += 1
+        return rows_used
 
 
 def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fraction]) -> dict[str, int]:
@@ -99,11 +107,14 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
     """
     names: dict[str, str] = {}
     for name, (_, identity) in sources.items():
-        if (other := names.setdefault(identity, name)) != name:
-            raise UserError(f"--mix: {other} and {name} have the same shards; give one of them the sum of the weights")
+        if identity in names:
+            raise UserError(
+                f"--mix: {names[identity]} and {name} have the same shards; give one of them the sum of the weights"
+            )
+        names[identity] = name
         least = (sum(weights.values()) - weights[name]) / (BLOCK_ROWS - 1)
         if weights[name] < least:
-            # Three digits, rounded up.
+            # The error shows three digits of it, rounded up.
             unit = Fraction(10) ** (math.floor(math.log10(least)) - 2)
             raise UserError(
                 f"--mix: the weight of {name} is {float(weights[name]):g}, less than one row in {BLOCK_ROWS:,}; "
@@ -113,8 +124,10 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
 
 
 def shares_of_block(weights: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return how many of BLOCK_ROWS rows each source gives, by the largest remainder."""
+    """Return how many of BLOCK_ROWS rows each source gives, by the largest-remainder method."""
     exact = {source: BLOCK_ROWS * weight / sum(weights.values()) for source, weight in sorted(weights.items())}
     shares = {source: math.floor(number) for source, number in exact.items()}
-    rest = sorted(shares, key=lambda source: shares[source] - exact[source])[: BLOCK_ROWS - sum(shares.values())]
-    return {source: share + (source in rest) for source, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda source: shares[source] - exact[source])  # the largest first
+    for source in by_remainder[: BLOCK_ROWS - sum(shares.values())]:
+        shares[source] += 1
+    return shares

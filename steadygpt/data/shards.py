@@ -26,12 +26,15 @@ from steadygpt.base.typed import Count, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
-SAMPLED, SAMPLES, SAMPLE_TOKENS = 64, 16, 1024  # shards that machines compare; places in each; tokens there
+SAMPLED = 64  # shards whose content machines compare, by samples
+SAMPLES = 16  # places in each of these shards
+SAMPLE_TOKENS = 1024  # tokens at each place
 NO_MANIFEST = "so it is not a manifest; prepare the data again"
-# llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic implies the dtype.
+# Files of llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic number implies
+# the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
-MAPPED = most_open_files() // 2  # shards that are mapped at the same time; each keeps a file open
+MAPPED = most_open_files() // 2  # shards mapped at the same time at most; each keeps a file open
 
 
 class ShardEntry(TypedDict):
@@ -58,7 +61,7 @@ class Header(NamedTuple):
     dtype: np.dtype
 
 
-@dataclass(frozen=True, eq=False)  # found by identity in the cache of tokens()
+@dataclass(frozen=True, eq=False)  # the cache of tokens() tells shards apart by object identity
 class Shard:
     """One file of token ids."""
 
@@ -73,7 +76,7 @@ class Shard:
 
     @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
     def _mapped(self) -> tuple[np.ndarray, int]:
-        """Return the ids in memory, and the inode of their file."""
+        """Map the ids into memory, and return them with the inode of their file."""
         if not self.num_tokens:
             return np.empty(0, self.dtype), 0  # mmap refuses an empty range
         with open_to_read(self.path) as file:
@@ -82,51 +85,64 @@ class Shard:
             return mapped.view(np.ndarray), os.fstat(file.fileno()).st_ino
 
     def check_whole(self) -> None:
-        """Check that the mapped file has not become shorter: reading what it lacks would end the process (SIGBUS)."""
-        with suppress(OSError):  # deleted or replaced, it stays as it was where it is mapped
-            found = self.path.stat()
+        """Check that the mapped file has not become shorter: reading past its end would kill the process (SIGBUS)."""
+        with suppress(OSError):  # a file that was deleted or replaced stays unchanged where it is mapped
+            stat = self.path.stat()
             expected = self.offset + self.num_tokens * self.dtype.itemsize
-            if found.st_ino == self._mapped()[1] and found.st_size < expected:
+            if stat.st_ino == self._mapped()[1] and stat.st_size < expected:
                 raise RankError(
-                    f"{self.path}: shortened while the run reads it; found {found.st_size:,} bytes, expected "
+                    f"{self.path}: shortened while the run reads it; found {stat.st_size:,} bytes, expected "
                     f"{expected:,}. Restore the file, then resume with --resume latest"
                 )
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest dtype of shards that holds each id of the vocabulary."""
+    """Return the smallest dtype of shards that can hold every id of the vocabulary."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def headerless_dtype(file: BinaryIO, size: int, vocab_size: int) -> np.dtype:
-    """Return token_dtype(), which the ids in a file without a header have, unless they look like another; seek to 0."""
-    dtype, sample = token_dtype(vocab_size), b""
+    """Return token_dtype() for a file without a header, after a check that its ids look like it; seek to 0.
+
+    Args:
+        size: of the file, in bytes.
+    """
+    dtype = token_dtype(vocab_size)
     if size % dtype.itemsize:
         raise UserError(f"{file.name}: {size} bytes is not a whole number of {dtype.name} token ids; copy it again")
-    whole = size // 64 * 64  # of which pieces are compared, because a file may begin with padding
+    whole = size // 64 * 64  # bytes; pieces from all over the file are sampled, because it may begin with padding
+    sample = b""
     for at in np.unique(np.linspace(0, max(0, whole - 512), 16).astype(int) // 64 * 64).tolist():
         file.seek(at)
         sample += file.read(min(512, whole - at))
     file.seek(0)
+    # How large the four 16-bit words of each 8 bytes are. The upper words of wider ids are nearly all small.
     low, *upper = np.quantile(np.frombuffer(sample, "<u2").reshape(-1, 4), 0.9, axis=0) if whole else [0] * 4
-    # The upper halves of wider ids are nearly all small. Of a text in uint8, all bytes are below 128, and few below 9.
-    seen = "uint16" if 16 * max(upper[::2]) > low else "uint32" if any(upper[1:]) else "uint64"
-    ids, halves = np.frombuffer(sample, dtype), np.frombuffer(sample, "u1")
-    is_text = whole and np.quantile(halves, 0.9) < 128 and np.median(halves[1::2]) > 8
-    wrong = low and seen != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0)
-    if wrong or is_text:
-        seen = "uint8" if is_text else seen
+    if 16 * max(upper[::2]) > low:
+        looks_like = "uint16"
+    elif any(upper[1:]):
+        looks_like = "uint32"
+    else:
+        looks_like = "uint64"
+    ids = np.frombuffer(sample, dtype)
+    sample_bytes = np.frombuffer(sample, "u1")
+    # In a text in uint8, all bytes are below 128 and few are below 9.
+    is_text = whole and np.quantile(sample_bytes, 0.9) < 128 and np.median(sample_bytes[1::2]) > 8
+    is_other = low and looks_like != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0)
+    if is_other or is_text:
+        if is_text:
+            looks_like = "uint8"
         raise UserError(
-            f"{file.name}: found ids that look like {seen}, without a header; expected {dtype.name}, because the "
+            f"{file.name}: found ids that look like {looks_like}, without a header; expected {dtype.name}, because the "
             f"vocabulary has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them "
-            f"with a header, numpy.save({file.name.removesuffix('.bin')!r}, numpy.fromfile({file.name!r}, {seen!r})"
-            ".astype('u4')), and remove this file"
+            f"with a header, numpy.save({file.name.removesuffix('.bin')!r}, numpy.fromfile({file.name!r}, "
+            f"{looks_like!r}).astype('u4')), and remove this file"
         )
     return dtype
 
 
 def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int, first: int | None = None) -> None:
-    """Check that ids (n,) of a file are in the vocabulary; `first` is the position of the first one, if it is known."""
+    """Check that ids (n,) of a file are in the vocabulary; errors count positions from `first`, if it is not None."""
     is_bad = (ids < 0) | (ids >= vocab_size) if ids.dtype.kind == "i" else ids >= vocab_size
     if is_bad.any():
         at = int(is_bad.argmax())
@@ -138,7 +154,7 @@ def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int, first: int 
 
 
 def npy_header(dtype: np.dtype, num_tokens: int) -> bytes:
-    """Return what a `.npy` file has before its ids: 128 bytes for any number of them."""
+    """Return the header of a `.npy` file of token ids: always 128 bytes, however many ids follow."""
     header = io.BytesIO()
     content = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_tokens,)}
     np.lib.format.write_array_header_1_0(header, content)
@@ -146,12 +162,13 @@ def npy_header(dtype: np.dtype, num_tokens: int) -> bytes:
 
 
 def open_shard(path: Path) -> Shard:
-    """Find the tokens in a `.npy` file, a llm.c `.bin` file or a nanoGPT `.bin` file."""
+    """Find the tokens in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
         with open_to_read(path) as file:
             check_pulled(path, file.peek(1))
             size = os.fstat(file.fileno()).st_size
-            header, offset = read_header(file, path.suffix), file.tell()
+            header = read_header(file, path.suffix)
+            offset = file.tell()
     except UserError:
         raise
     except OSError as error:
@@ -159,13 +176,13 @@ def open_shard(path: Path) -> Shard:
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
         raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
-    if header is None:  # nanoGPT's; ShardSet.for_vocab() knows the width
+    if header is None:  # a file of nanoGPT; ShardSet.for_vocab() sets the dtype
         if path.name not in ("train.bin", "val.bin"):
-            found = what_it_is(path) or (
+            problem = what_it_is(path) or (
                 f"no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
                 "file names train.bin and val.bin"
             )
-            raise UserError(f"{path}: {found}")
+            raise UserError(f"{path}: {problem}")
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header
     if [*map(type, shape)] != [int] or dtype.kind not in "ui" or dtype.itemsize not in (2, 4):
@@ -180,18 +197,19 @@ def open_shard(path: Path) -> Shard:
 
 
 def read_header(file: IO[bytes], suffix: str) -> Header | None:
-    """Read the header of a `.npy` file, or of llm.c's `.bin`; the first value comes next.
+    """Read the header of a `.npy` file or of llm.c's `.bin`, which leaves the file at its first value.
 
     Returns: None for a `.bin` without llm.c's header.
     """
     if suffix == ".npy":
-        if not (magic := file.read(8)).startswith(np.lib.format.MAGIC_PREFIX):
+        magic = file.read(8)
+        if not magic.startswith(np.lib.format.MAGIC_PREFIX):
             raise UserError(
                 f"{file.name}: not a .npy file; found {magic!r}, expected its header. If it holds only ids, name it "
                 ".bin (train.bin or val.bin for training); or copy it again"
             )
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        return Header(*read[magic[6], magic[7]](file))
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        return Header(*readers[magic[6], magic[7]](file))
     header = file.read(LLMC_HEADER_BYTES)
     if len(header) < LLMC_HEADER_BYTES:
         return None
@@ -213,14 +231,14 @@ def read_manifest(data_dir: Path) -> dict | None:
 
 
 def shard_files(data_dir: Path, split: str) -> list[Path]:
-    """Return the files of a folder whose names are those of shards of "train" or "val", sorted by name."""
+    """Return the files of a folder that are named as shards of a split, "train" or "val", sorted by name."""
     files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
     return [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The shards of a split of a folder. A fingerprint holds what check() has found in several sets, by their keys."""
+    """The shards of a split of a folder. A fingerprint maps the keys of sets to the results of their check()."""
 
     name: str  # of a source or a validation set
     folder: str
@@ -231,24 +249,28 @@ class ShardSet:
     @classmethod
     def find(cls, name: str, folder: str, split: str) -> "ShardSet":
         """Find the shards in a folder, sorted by name; with a manifest, only those it lists."""
-        place, listed, manifest = Path(folder), dict[str, int](), read_manifest(Path(folder))
-        files = shard_files(place, split)
+        data_dir = Path(folder)
+        manifest = read_manifest(data_dir)
+        files = shard_files(data_dir, split)
+        listed: dict[str, int] = {}  # file name -> tokens, as the manifest says
         if manifest is not None:
             listed = {entry["file"]: entry["tokens"] for entry in manifest["shards"] if entry["split"] == split}
-            if missing := sorted(listed.keys() - {f.name for f in files}):
-                raise UserError(f"{place / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
+            missing = sorted(listed.keys() - {f.name for f in files})
+            if missing:
+                raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
             files = [f for f in files if f.name in listed]
         if not files:
-            out = "" if place == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(place))}"
+            out = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(data_dir))}"
             stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
             no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
             raise UserError(
-                f"no {split} shards in {place} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
+                f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
                 f"prepare_dataset.py{out}', or without a download with '{stdlib}' and --data_dir data/stdlib{no_val}"
             )
         shards = [open_shard(f) for f in files]
         for shard in shards:
-            if shard.num_tokens != (expected := listed.get(shard.path.name, shard.num_tokens)):
+            expected = listed.get(shard.path.name, shard.num_tokens)
+            if shard.num_tokens != expected:
                 raise UserError(
                     f"{shard.path}: {shard.num_tokens:,} tokens, but {MANIFEST} says {expected:,}; "
                     "prepare the data again"
@@ -256,7 +278,7 @@ class ShardSet:
         return cls(name, folder, split, shards, manifest)
 
     def for_vocab(self, vocab_size: int) -> "ShardSet":
-        """Return this set with the width that the vocabulary implies where no header says it."""
+        """Return this set with the dtype that the vocabulary implies for the files without a header."""
 
         def sized(shard: Shard) -> Shard:
             with open_to_read(shard.path) as file:
@@ -264,8 +286,8 @@ class ShardSet:
                 dtype = headerless_dtype(file, size, vocab_size)
             return replace(shard, dtype=dtype, num_tokens=size // dtype.itemsize)
 
-        known = [shard if shard.offset or not shard.num_tokens else sized(shard) for shard in self.shards]
-        return replace(self, shards=known)
+        shards = [shard if shard.offset or not shard.num_tokens else sized(shard) for shard in self.shards]
+        return replace(self, shards=shards)
 
     @property
     def key(self) -> str:
@@ -282,53 +304,59 @@ class ShardSet:
 
     def listing(self, reads: bool) -> dict[str, str]:
         """Return a description of each shard by path; with `reads`, SAMPLED of them have a digest of some tokens."""
-        digests, found = self.digests, dict[str, str]()
+        digests = self.digests
+        descriptions: dict[str, str] = {}
         step = -(-len(self.shards) // SAMPLED)
         for number, shard in enumerate(self.shards):
-            about = f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes"
-            found[str(shard.path)] = f"{about}, SHA-256 {digests.get(shard.path.name, 'unknown')}"
+            description = f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes"
+            description += f", SHA-256 {digests.get(shard.path.name, 'unknown')}"
             if reads and number % step == 0:
-                tokens, places = shard.tokens(), np.linspace(0, shard.num_tokens, SAMPLES, endpoint=False, dtype=int)
-                some = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in [*places, -SAMPLE_TOKENS])
-                found[str(shard.path)] += f", of some tokens {hashlib.sha256(some).hexdigest()[:12]}"
-        return found
+                tokens = shard.tokens()
+                places = np.linspace(0, shard.num_tokens, SAMPLES, endpoint=False, dtype=int)
+                sample = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in [*places, -SAMPLE_TOKENS])
+                description += f", of some tokens {hashlib.sha256(sample).hexdigest()[:12]}"
+            descriptions[str(shard.path)] = description
+        return descriptions
 
-    def unchanged(self, known: Mapping[str, Sequence[list]]) -> dict[tuple, str]:
-        """Return stamp() -> SHA-256 of the files that a fingerprint has."""
-        return {tuple(name_size_time): digest for *name_size_time, digest in known.get(self.key, ())}
+    def recorded_digests(self, fingerprint: Mapping[str, Sequence[list]]) -> dict[tuple, str]:
+        """Return stamp() -> SHA-256 of the files of this set that a fingerprint has."""
+        return {tuple(name_size_time): digest for *name_size_time, digest in fingerprint.get(self.key, ())}
 
-    def identity(self, known: Mapping[str, Sequence[list]], reads: bool) -> str:
+    def identity(self, fingerprint: Mapping[str, Sequence[list]], reads: bool) -> str:
         """Return the identity of this set: the SHA-256 of its shards' SHA-256 sums in the order of their names.
 
         Args:
-            known: a fingerprint.
             reads: read shards whose sums neither the manifest nor the fingerprint has.
 
-        Returns: "" if it would have to read.
+        Returns: "" if shards must be read and `reads` is False.
         """
-        digests, unchanged = self.digests, self.unchanged(known)
-        found = [digests.get(shard.path.name) or unchanged.get(stamp(shard.path)) for shard in self.shards]
-        if not all(found) and not reads:
+        digests = self.digests
+        recorded = self.recorded_digests(fingerprint)
+        known_sums = [digests.get(shard.path.name) or recorded.get(stamp(shard.path)) for shard in self.shards]
+        if not all(known_sums) and not reads:
             return ""
-        sums = [sha or sha256_of(shard.path) for sha, shard in zip(found, self.shards, strict=True)]
+        sums = [known_sum or sha256_of(shard.path) for known_sum, shard in zip(known_sums, self.shards, strict=True)]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
-    def check(self, vocab_size: int, known: Mapping[str, Sequence[list]] = {}) -> list[list]:
+    def check(self, vocab_size: int, fingerprint: Mapping[str, Sequence[list]] = {}) -> list[list]:
         """Read every shard; verify its checksum in the manifest, and that each token is in the vocabulary.
 
         Args:
-            known: a fingerprint; a file with the same name, size and time is not read again.
+            fingerprint: a file with the same name, size and modification time as in it is not read again.
 
         Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
         """
-        digests, unchanged = self.digests, self.unchanged(known)
+        digests = self.digests
+        recorded = self.recorded_digests(fingerprint)
 
-        def check(shard: Shard) -> list:
+        def check_shard(shard: Shard) -> list:
             name_size_time = stamp(shard.path)
-            if digest := unchanged.get(name_size_time):
+            digest = recorded.get(name_size_time)
+            if digest:
                 return [*name_size_time, digest]
             digest = sha256_of(shard.path)
-            if digest != (expected := digests.get(shard.path.name, digest)):
+            expected = digests.get(shard.path.name, digest)
+            if digest != expected:
                 raise UserError(
                     f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {expected[:12]}...; "
                     "the file is damaged, prepare or copy it again"
@@ -338,9 +366,10 @@ class ShardSet:
             return [*name_size_time, digest]
 
         with ThreadPoolExecutor() as pool:
-            checked, total = pool.map(check, self.shards), len(self.shards)
+            entries = pool.map(check_shard, self.shards)
             # The delay hides the bar when the check is quick.
-            return [*ProgressBar(iterable=checked, total=total, desc="checking shards", unit="shard", delay=3)]
+            bar = ProgressBar(iterable=entries, total=len(self.shards), desc="checking shards", unit="shard", delay=3)
+            return [*bar]
 
 
 class Recorded(NamedTuple):
@@ -351,46 +380,48 @@ class Recorded(NamedTuple):
     identity: str
 
 
-def check_listing(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Compare the shards of this machine with those that rank 0 lists."""
-    for path in sorted(found.keys() | expected.keys()):
-        here, there = (shards.get(path, "no such shard") for shards in (found, expected))
-        if here != there:
+def check_listing(listing: Mapping[str, str], listing_of_main: Mapping[str, str]) -> None:
+    """Compare the listing of the shards of this machine with that of rank 0."""
+    for path in sorted(listing.keys() | listing_of_main.keys()):
+        description = listing.get(path, "no such shard")
+        expected = listing_of_main.get(path, "no such shard")
+        if description != expected:
             raise UserError(
-                f"{path}: differs from rank 0's; found {here}, expected {there}. Every node needs the same shards: "
-                "copy rank 0's folder"
+                f"{path}: differs from rank 0's; found {description}, expected {expected}. Every node needs the same "
+                "shards: copy rank 0's folder"
             )
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Return the name, the bytes and the modification time (ns) of a file."""
+    """Return the name, the size in bytes and the modification time (ns) of a file."""
     stat = path.stat()
     return path.name, stat.st_size, stat.st_mtime_ns
 
 
 def parse_folders(option: str, text: str) -> dict[str, tuple[str, Fraction]]:
-    """Return name -> (folder, weight) of "[NAME=]FOLDER[:WEIGHT],..."; the name of a folder is its last part.
+    """Return name -> (folder, weight) of "[NAME=]FOLDER[:WEIGHT],..."; without NAME, it is the last part of the path.
 
     Args:
-        option: that has this value; val has no weights.
+        option: "mix" or "val", whose value the text is; val has no weights.
     """
-    found: dict[str, tuple[str, Fraction]] = {}
+    folders: dict[str, tuple[str, Fraction]] = {}
     for item in filter(None, map(str.strip, text.split(","))):
-        name, equals, place = item.rpartition("=")
-        parts = place.rsplit(":", 1) if option == "mix" else [place]
+        name, equals, folder_and_weight = item.rpartition("=")
+        parts = folder_and_weight.rsplit(":", 1) if option == "mix" else [folder_and_weight]
         folder, weight = map(str.strip, (*parts, "1")[:2])
-        name = name if equals else Path(folder).absolute().name
+        if not equals:
+            name = Path(folder).absolute().name
         if not re.fullmatch(r"[\w.-]+", name) or not folder:
-            form = "[NAME=]FOLDER" + "[:WEIGHT]" * (option == "mix")
+            form = "[NAME=]FOLDER[:WEIGHT]" if option == "mix" else "[NAME=]FOLDER"
             expected = f"{form}, the name in letters, digits, dots, - and _: "
-            expected += (re.sub(r"[^\w.-]+", "_", name) or "web") + "=" + (place or "data/web")
+            expected += (re.sub(r"[^\w.-]+", "_", name) or "web") + "=" + (folder_and_weight or "data/web")
             raise OptionError(option, repr(item), expected)
         if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|\.\d{1,9}", weight) or not Fraction(weight):
             expected = "a number above 0 with at most nine digits, such as 7 or 0.25"
             raise OptionError(option, f"{item!r}, with the weight {weight!r}", expected)
-        if name in found:
+        if name in folders:
             raise OptionError(option, f"two folders named {name}", "different names: NAME=FOLDER")
-        found[name] = folder, Fraction(weight)
-    if text and not found:
+        folders[name] = folder, Fraction(weight)
+    if text and not folders:
         raise OptionError(option, repr(text), "one folder or more")
-    return found
+    return folders

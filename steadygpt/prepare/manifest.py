@@ -1,4 +1,4 @@
-"""The manifest of prepared shards: the options, what was written, and where an interrupted preparation continues."""
+"""The manifest of prepared shards."""
 
 import json
 from collections import Counter
@@ -30,13 +30,15 @@ class Manifest:
     source: str
     name: str
     tokenizer: str
-    tokenizer_sha256: str = ""  # its identity
-    tokenizer_bytes: Count = 0  # of text that it was trained on here, at most
+    tokenizer_sha256: str = ""  # the identity of the tokenizer
+    tokenizer_bytes: Count = 0  # at most so much text trained the tokenizer, if this preparation trained it
     document_token: str = END_OF_TEXT
     shard_size: Annotated[int, 1]
-    val_tokens: Count | None  # as asked for
+    val_tokens: Count | None  # the option
     val_share: Annotated[float, 0, 1] = VAL_SHARE  # of the text, at most
-    piece_bytes: Annotated[int, 1] = PIECE_BYTES  # of text, or token ids, that are in one split together
+    piece_bytes: Annotated[int, 1] = (
+        PIECE_BYTES  # about the size of a piece, which is in one split: bytes, or token ids
+    )
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # the source's fingerprint
@@ -48,21 +50,21 @@ class Manifest:
     spelled: dict[str, Count] = field(default_factory=dict)  # special token -> how often texts contain its characters
     skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
     read: Count = 0  # bytes of text so far, or token ids
-    read_for_val: Count = 0  # of these, in val
+    read_for_val: Count = 0  # the part of `read` that is in val
     tokens: Count = 0
     tokens_for_val: Count = 0
     shards: list[ShardEntry] = field(default_factory=list)
-    # Until the preparation is complete:
-    times: str = ""  # a fingerprint of when the source's files were changed
-    next: Place = field(default_factory=Place)  # of the unit after the last one that is saved
-    begun: dict[str, Count] = field(default_factory=dict)  # split -> tokens of its next shard that are saved
+    # Only until the preparation is complete:
+    times: str = ""  # a fingerprint of the modification times of the source's files
+    next: Place = field(default_factory=Place)  # where the first unit begins that is not saved
+    begun: dict[str, Count] = field(default_factory=dict)  # split -> tokens saved of its next shard
 
     @staticmethod
-    def load(out: Path, asked: Mapping[str, Any]) -> "Manifest | None":
-        """Read the manifest that an earlier run of the same preparation left; None if it has saved nothing.
+    def load(out: Path, options: Mapping[str, Any]) -> "Manifest | None":
+        """Read the manifest of an earlier run of the same preparation; None if that has saved nothing.
 
         Args:
-            asked: the options of this run; None and "" are those that it leaves open.
+            options: of this run; None and "" match any value.
 
         Raises: UserError if the earlier run had different options, or if its shards are damaged.
         """
@@ -78,18 +80,17 @@ class Manifest:
             raise UserError(f"--out {out} is a file; expected a folder") from None
         if not (manifest.shards or manifest.next != Place()):
             return None
-        asked = dict(asked)
-        path = Path(asked["tokenizer"])
-        if path.suffix == ".json" and path.exists():  # the content counts, not the name
-            is_same = record_named(asked["tokenizer"]).tokenizer_sha256 == manifest.tokenizer_sha256
-            asked["tokenizer"] = manifest.tokenizer if is_same else f"a different one in {path}"
-        differ = [
-            f"{key} {getattr(manifest, key)!r}, but now it is {value!r}"
-            for key, value in asked.items()
-            if hasattr(manifest, key) and value not in (None, "", getattr(manifest, key))
-        ]
-        if differ:
-            raise UserError(f"{out}: prepared with {'; '.join(differ)}; {advice}")
+        options = dict(options)
+        path = Path(options["tokenizer"])
+        if path.suffix == ".json" and path.exists():  # compare the content, not the path
+            is_same = record_named(options["tokenizer"]).tokenizer_sha256 == manifest.tokenizer_sha256
+            options["tokenizer"] = manifest.tokenizer if is_same else f"a different one in {path}"
+        differences = []
+        for key, value in options.items():
+            if hasattr(manifest, key) and value not in (None, "", getattr(manifest, key)):
+                differences.append(f"{key} {getattr(manifest, key)!r}, but now it is {value!r}")
+        if differences:
+            raise UserError(f"{out}: prepared with {'; '.join(differences)}; {advice}")
         for shard in manifest.shards:
             path = out / shard["file"]
             if not path.exists() or open_shard(path).num_tokens != shard["tokens"]:
@@ -99,7 +100,7 @@ class Manifest:
         return manifest
 
     def encoder(self, out: Path) -> Callable[[list[Block]], Encoded]:
-        """Return the function that encodes a unit, for workers."""
+        """Return the function with which workers encode a unit."""
         return partial(
             encode, record=TokenizerRecord.of(vars(self)), out=out, vocab_size=self.vocab_size,
             text_field=self.text_field, piece_bytes=self.piece_bytes,
@@ -112,15 +113,15 @@ class Manifest:
             del content["times"], content["next"], content["begun"]
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
-    def add(self, found: Encoded) -> dict[str, list[np.ndarray]]:
+    def add(self, unit: Encoded) -> dict[str, list[np.ndarray]]:
         """Count a unit, and return the ids of each split.
 
-        A piece of text goes to val if val then still has at most its share of all that was read. So val is spread over
-        the source, and never larger.
+        A piece of text goes to val if val then still has at most its share of all the text so far. So val is spread
+        over the source, and never exceeds its share.
         """
         ids: dict[str, list[np.ndarray]] = {"val": [], "train": []}
         begin = 0
-        for end, size in zip(found.ends, found.sizes, strict=True):
+        for end, size in zip(unit.ends, unit.sizes, strict=True):
             self.read += size
             is_val = self.read_for_val + size <= self.val_share * self.read
             if self.val_tokens is not None and self.tokens_for_val >= self.val_tokens:
@@ -128,18 +129,18 @@ class Manifest:
             if is_val:
                 self.read_for_val += size
                 self.tokens_for_val += end - begin
-            ids["val" if is_val else "train"].append(found.ids[begin:end])
+            ids["val" if is_val else "train"].append(unit.ids[begin:end])
             begin = end
-        self.documents += found.documents
-        self.repaired += found.repaired
-        self.spelled = Counter(self.spelled) + Counter(found.spelled)
-        self.tokens += len(found.ids)
-        self.skipped = Counter(self.skipped) + Counter(reason for _, reason in found.skipped)
+        self.documents += unit.documents
+        self.repaired += unit.repaired
+        self.spelled = Counter(self.spelled) + Counter(unit.special_texts)
+        self.tokens += len(unit.ids)
+        self.skipped = Counter(self.skipped) + Counter(reason for _, reason in unit.skipped)
         return ids
 
     def counts(self) -> str:
-        """Return what was read, in words."""
-        notes = [counted(self.documents, "document")] if self.documents else []  # not known of token ids
+        """Return a line with the counts of documents, skipped rows, repairs and tokens."""
+        notes = [counted(self.documents, "document")] if self.documents else []  # unknown if the source holds token ids
         notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
         if self.repaired:
             notes.append(f"{counted(self.repaired, 'invalid character')} replaced")

@@ -1,4 +1,4 @@
-"""The files that a source names: those that can be read, each once, whatever links lead to it."""
+"""Search for the readable files of a source; each is found once, even if several links lead to it."""
 
 import glob
 import os
@@ -23,82 +23,83 @@ SPLITS = re.compile(r"(?<![a-z])(?:(train)|test|val|valid|validation|dev|eval)(?
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
 )
-Entered = Counter[tuple[int, int]]  # (device, inode) of a folder -> how many of its names were met
+Entered = Counter[tuple[int, int]]  # (device, inode) of a folder -> how many of its names the search has met
 
 
 def find_files(source: str, out: Path | None = None) -> list[Path]:
-    """Find the readable files of a path, a folder and those below it, a glob or "stdlib", sorted by name.
+    """Find the readable files of a file, a folder with all folders in it, a glob or "stdlib", sorted by name.
 
-    A file or folder that has several names, by links, has the first one. Hidden ones in folders are left out.
+    A file or folder with several names, by links, is listed under the first name. Hidden names in folders are left out.
 
     Args:
-        out: a folder that is left out of those above it, because shards are written there.
+        out: the folder for the shards; it is left out if it lies in a folder that is searched.
 
-    Raises: UserError if there are none, or text beside token ids.
+    Raises: UserError if there are no readable files, or both text and token ids.
     """
     entered: Entered = Counter()
     if source == "stdlib":
         return sorted(path for path in files_below(STDLIB, entered, NOT_IN_STDLIB) if path.suffix == ".py")
     if not source:
         raise UserError(f"--source is empty; expected {EXPECTED}")
-    names = set[str]()
+    names: set[str] = set()
     for path in [Path(source)] if os.path.lexists(source) else matches(source):
         if path.is_dir():
             below = list(files_below(path, entered))
-            inside = {folder for folder in {file.parent for file in below} if out and is_in(folder, out)}
-            names.update(str(file) for file in below if file.parent not in inside)
-        elif path.exists() or str(path) == source:  # a glob also matches links to nothing
+            folders = {file.parent for file in below}
+            excluded = {folder for folder in folders if out and is_in(folder, out)}
+            names.update(str(file) for file in below if file.parent not in excluded)
+        elif path.exists() or str(path) == source:  # a glob also matches dangling links
             names.add(str(path))
     chosen = choose(source, sorted(names, key=Path))
-    files = dict[tuple[int, int], Path]()
+    files: dict[tuple[int, int], Path] = {}
     for name in chosen:
-        found = Path(name).stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = Path(name).stat()
+        if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{name}: not a regular file; expected {EXPECTED}")
-        files.setdefault((found.st_dev, found.st_ino), Path(name))
-    repeated = len(chosen) - len(files) + sum(entered.values()) - len(entered)
-    if repeated:
-        say(f"{source}: left out {counted(repeated, 'link')} to files and folders that have another name here")
+        files.setdefault((status.st_dev, status.st_ino), Path(name))
+    num_links = len(chosen) - len(files) + sum(entered.values()) - len(entered)
+    if num_links:
+        say(f"{source}: left out {counted(num_links, 'link')} to files and folders that have another name here")
     return list(files.values())
 
 
 def is_in(path: Path, folder: Path) -> bool:
-    """Return whether a path leads into a folder, or to it."""
+    """Return whether a path leads to a folder or to something in it."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def matches(pattern: str) -> list[Path]:
-    """Return what a glob matches, sorted; ** stands for a folder and those below it, each once.
+    """Return what a glob matches, sorted; ** stands for a folder and all folders in it, each once.
 
-    In place of glob's own **, which follows links that lead back until a path is too long.
+    The ** of glob is not used, because it follows links that lead back, until a path is too long.
     """
     parts = re.split(r"(?:(?<=/)|^)\*\*(?:/+|$)", pattern, maxsplit=1)
     if len(parts) == 1:
         return sorted(map(Path, glob.glob(pattern)))
     head, rest = parts
-    found = set[Path]()
+    paths: set[Path] = set()
     for base in glob.glob(head) if head else [os.curdir]:
         if not rest:
-            found.add(Path(base))
+            paths.add(Path(base))
             continue
         for folder, _ in walk(Path(base), Counter()):
-            found.update(matches(f"{glob.escape(str(folder))}/{rest}"))
-    return sorted(found)
+            paths.update(matches(f"{glob.escape(str(folder))}/{rest}"))
+    return sorted(paths)
 
 
 def files_below(folder: Path, entered: Entered, excluded: Collection[str] = ()) -> Iterator[Path]:
-    """Yield the files of a folder and of those below it that are not entered yet, without links to nothing."""
-    for place, names in walk(folder, entered, excluded):
+    """Yield the files of a folder and of all folders in it that are not entered yet, without dangling links."""
+    for parent, names in walk(folder, entered, excluded):
         for name in names:
-            path = place / name
+            path = parent / name
             if path.is_file():
                 yield path
 
 
 def walk(folder: Path, entered: Entered, excluded: Collection[str] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those below it that are not entered yet, each with the names in it that are no folders.
+    """Yield a folder and all folders in it that are not entered yet, each with the names in it that are no folders.
 
-    Hidden names and those in `excluded` are left out.
+    Hidden names and the names in `excluded` are left out.
     """
 
     def refuse(error: OSError) -> NoReturn:
@@ -107,15 +108,15 @@ def walk(folder: Path, entered: Entered, excluded: Collection[str] = ()) -> Iter
     def visible(names: list[str]) -> list[str]:
         return sorted(name for name in names if name not in excluded and not name.startswith("."))
 
-    for place, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        found = Path(place).stat()
-        identity = found.st_dev, found.st_ino
+    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        status = Path(parent).stat()
+        identity = status.st_dev, status.st_ino
         entered[identity] += 1
         if entered[identity] > 1:
-            subfolders[:] = []
+            subfolders[:] = []  # tells os.walk to enter none of them
             continue
         subfolders[:] = visible(subfolders)
-        yield Path(place), visible(names)
+        yield Path(parent), visible(names)
 
 
 def choose(source: str, names: Sequence[str]) -> list[str]:
@@ -128,12 +129,12 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
             kind = what_it_is(Path(name))
             if kind:
                 raise UserError(f"--source {source}: {name} is {kind}")
-        found = "no such file"
+        problem = "no such file"
         if names:
-            found = f"found {counted(len(names), 'file')} of other types"
+            problem = f"found {counted(len(names), 'file')} of other types"
         elif Path(source).is_dir():
-            found = "an empty folder"
-        raise UserError(f"--source {source}: {found}; expected {EXPECTED}; files of {READABLE}")
+            problem = "an empty folder"
+        raise UserError(f"--source {source}: {problem}; expected {EXPECTED}; files of {READABLE}")
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
     if 0 < len(ids) < len(chosen):
         text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
@@ -150,16 +151,19 @@ def choose(source: str, names: Sequence[str]) -> list[str]:
 
 
 def check_splits(folder: str, names: Sequence[str]) -> None:
-    """Refuse a folder with files for training beside files for tests, such as a copy of a data set of the Hub."""
-    train, other, word = "", "", ""
+    """Refuse a folder with both files for training and files for tests, such as a copy of a data set of the Hub."""
+    train_name = ""
+    train_word = ""  # as the name writes it, such as Train
+    test_name = ""
     for name in names:
         split = SPLITS.search(name.removeprefix(folder))
         if split and split[1]:
-            train, word = name, split[1]
+            train_name = name
+            train_word = split[1]
         elif split:
-            other = name
-    if train and other:
+            test_name = name
+    if train_name and test_name:
         raise UserError(
-            f"--source {folder}: found {train}, and {other}, which is not for training; choose files with a glob such "
-            f"as '{folder}/**/*{word}*', or name a data set of the Hub hf:NAME"
+            f"--source {folder}: found {train_name}, and {test_name}, which is not for training; choose files with a "
+            f"glob such as '{folder}/**/*{train_word}*', or name a data set of the Hub hf:NAME"
         )

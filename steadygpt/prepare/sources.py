@@ -30,7 +30,7 @@ from steadygpt.prepare.ids import ID_SUFFIXES
 from steadygpt.prepare.source_files import choose, find_files
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
-ROWS_AT_ONCE = 32  # rows of a block of what `datasets` streams
+ROWS_AT_ONCE = 32  # rows of a block of a StreamedSource
 
 
 class Place(NamedTuple):
@@ -39,33 +39,33 @@ class Place(NamedTuple):
     file: int = 0
     at: int = 0  # see Block
     row: int = 0
-    progress: int = 0  # of the file, before this block
+    progress: int = 0  # how far the file is read before the block, see Block
 
 
 @dataclass(eq=False)
 class Source:
-    """Files of text or token ids: local ones, or files on a network, which are read in place."""
+    """Files of text or token ids: local files, or files on a network, which are read in place."""
 
     name: str
-    paths: Sequence[Path] = ()  # the local files
-    remote: Sequence[RemoteFile] = ()  # or the files on the network
-    repo: hub.Repo | None = None  # of a data set of the Hub
+    paths: Sequence[Path] = ()  # of the local files
+    remote: Sequence[RemoteFile] = ()  # the files on the network; either these or `paths` are empty
+    repo: hub.Repo | None = None  # the data set of the Hub, if the source is one
     progress_unit = "B"
 
     def __post_init__(self):
         self.names = [file.path for file in self.remote] or [str(path) for path in self.paths]
         self.stats = [path.stat() for path in self.paths]
-        self.sizes = [file.size for file in self.remote] or [found.st_size for found in self.stats]
+        self.sizes = [file.size for file in self.remote] or [stat.st_size for stat in self.stats]
         self.identities = [file.identity for file in self.remote] or list(zip(self.names, self.sizes, strict=True))
 
     @property
     def times(self) -> str:
         """A line that changes when a local file is modified."""
-        return hashlib.sha256(json.dumps([found.st_mtime_ns for found in self.stats]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([stat.st_mtime_ns for stat in self.stats]).encode()).hexdigest()[:16]
 
     @property
     def commit(self) -> str:
-        """The commit of a data set of the Hub."""
+        """The commit of a data set of the Hub, "" for other sources."""
         return self.repo.commit if self.repo else ""
 
     @property
@@ -74,7 +74,7 @@ class Source:
         return suffix_of(self.names[0]) in ID_SUFFIXES
 
     def open(self, file: int) -> BinaryIO:
-        """Open a file; peeking into it and seeking work, and it has a `name`."""
+        """Open a file; it has peek(), seek() and `name`."""
         opened = self.remote[file].open() if self.remote else open_to_read(self.paths[file])
         if self.sizes[file] < 1000:  # peeking into a large remote file would request more of it
             check_pulled(self.names[file], opened.peek(1))  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ class Source:
         """Read the files in blocks, from a place on.
 
         Args:
-            vocab_size: is needed for token ids.
+            vocab_size: implies the dtype of token ids without a header.
         """
         at = first.at
         row = first.row
@@ -99,12 +99,12 @@ class Source:
             row = 0
 
     def units(self, text_field: str, vocab_size: int, first: Place) -> Iterator[list[Block]]:
-        """Gather consecutive blocks into units of at least BLOCK_BYTES: small files would keep the workers waiting."""
-        unit = list[Block]()
+        """Gather consecutive blocks into units of at least BLOCK_BYTES, so that small files do not idle the workers."""
+        unit: list[Block] = []
         num_bytes = 0
         for block in self.blocks(text_field, vocab_size, first):
             unit.append(block)
-            num_bytes += block.num_bytes + 64  # 64: empty files take memory too
+            num_bytes += block.num_bytes + 64  # plus 64, because blocks of empty files take memory too
             if num_bytes >= BLOCK_BYTES:
                 yield unit
                 unit = []
@@ -113,15 +113,15 @@ class Source:
             yield unit
 
     def check(self, text_field: str) -> None:
-        """Begin to read the local files that are pointers or tables, which may lack the column of the text."""
+        """Check that local tables have the column of the text, and that small local files are not mere pointers."""
         for index, path in enumerate(self.paths):
             if suffix_of(path.name) in TABLES:
-                next(self.blocks(text_field, 0, Place(index)), None)
+                next(self.blocks(text_field, 0, Place(index)), None)  # raises if the column is missing
             elif self.sizes[index] < 1000:
-                self.open(index).close()
+                self.open(index).close()  # raises if it is a pointer
 
     def _check_unchanged(self, file: int) -> None:
-        """Check that a local file, which has been read, is as it was when it was found."""
+        """Check that a local file has not changed between its discovery and the end of reading it."""
         now = self.paths[file].stat()
         before = self.stats[file]
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
@@ -133,21 +133,27 @@ class Source:
 
 
 def fingerprint(files: Sequence[tuple]) -> str:
-    """Return a line that changes when files (name, size in bytes, perhaps version) are added, removed or changed."""
+    """Return a line that changes when files are added, removed or changed.
+
+    Args:
+        files: of each, the name, the size in bytes, and perhaps a version.
+    """
     root = os.path.commonpath([Path(name).parent for name, *_ in files])
     sizes = [(os.path.relpath(name, root), *rest) for name, *rest in files]
     return f"{len(sizes)} files, sha256 {hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]}"
 
 
 class StreamedSource(Source):
-    """A Hub data set in a format that only `datasets` reads: a stream of rows."""
+    """The rows of a Hub data set in a format that only the library `datasets` reads."""
 
     progress_unit = " documents"
 
     def __init__(self, name: str, repo: hub.Repo, config: str, files: Sequence[RemoteFile]):
         super().__init__(name, repo=repo)
         self.config = config
-        self.names, self.sizes, self.identities = [name], [0], [file.identity for file in files]
+        self.names = [name]
+        self.sizes = [0]
+        self.identities = [file.identity for file in files]
 
     def blocks(self, text_field: str, vocab_size: int, first: Place) -> Iterator[Block]:
         assert self.repo
@@ -166,15 +172,15 @@ def find_source(name: str, commit: str = "", max_files: int | None = None, out: 
     """Find the files of --source.
 
     Args:
-        commit: of the Hub data set, if an earlier run has begun with it.
+        commit: of the Hub data set, if an earlier run of the preparation has read this one.
         max_files: how many files to take, in their order; None for all.
         out: see find_files.
     """
     if "://" in name:
-        found = {file.path: file for file in Store(name).files()}
-        # Without hidden files, as below a local folder.
-        visible = [path for path in found if "/." not in path.removeprefix(name.partition("*")[0])]
-        return Source(name, remote=[found[path] for path in choose(name, visible)[:max_files]])
+        files_of_store = {file.path: file for file in Store(name).files()}
+        # Hidden files are left out, as in a local folder.
+        visible = [path for path in files_of_store if "/." not in path.removeprefix(name.partition("*")[0])]
+        return Source(name, remote=[files_of_store[path] for path in choose(name, visible)[:max_files]])
     if not name.startswith("hf:"):
         return Source(name, find_files(name, out)[:max_files])
     spec, _, config = name.removeprefix("hf:").partition(":")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from itertools import accumulate
+from itertools import accumulate, chain
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -17,9 +17,12 @@ TRAINING_BYTES = 10**9
 
 
 def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int) -> str:
-    """Return the tokenizer.json of a BPE of `vocab_size` tokens, the same for the same `limit` bytes of text."""
+    """Train a BPE of `vocab_size` tokens on `limit` bytes of text, and return its tokenizer.json.
+
+    The same source and limit give the same tokenizer.
+    """
     try:
-        import tokenizers  # noqa: F401 (only the other process needs it)
+        import tokenizers  # noqa: F401 (only the child process uses it)
     except ImportError:
         raise UserError("--tokenizer bpe:N needs tokenizers; pip install tokenizers") from None
     # The library ignores signals, so it runs in a process that Ctrl-C can end.
@@ -50,21 +53,24 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
         process.join()
     n_vocab = load_tokenizer(TokenizerRecord(f"bpe:{vocab_size}", tokenizer_json=trained)).n_vocab
     if n_vocab < vocab_size:
+        more_text = "more text"
+        if limit < TRAINING_BYTES:
+            more_text += " or a larger --tokenizer_bytes"
         raise UserError(
             f"--tokenizer bpe:{vocab_size}: {source.name} has text for {n_vocab:,} tokens only; try "
-            f"bpe:{n_vocab} or less, or more text{' or a larger --tokenizer_bytes' * (limit < TRAINING_BYTES)}"
+            f"bpe:{n_vocab} or less, or {more_text}"
         )
     return trained
 
 
 def choose_texts(source: Source, text_field: str, limit: int, bar: ProgressBar) -> Iterator[list[str]]:
-    """Choose documents by their position, up to `limit` bytes of text, and yield those of each block.
+    """Choose documents by their position, up to `limit` bytes of text, and yield the chosen text of each block.
 
-    Documents of local files are spread over all of the text. Of files on a network, the beginning of each is taken, so
-    that the rest need not be requested; of a stream of rows, the beginning.
+    Local files give documents from all over their text. Each file on a network gives its beginning, so that the rest
+    need not be requested. A stream of rows gives its beginning.
     """
     total = sum(source.sizes)
-    taken = 0
+    chosen_bytes = 0
     for file, before in enumerate(accumulate(source.sizes[:-1], initial=0)):
         size = source.sizes[file]
         begin = 0  # of the block in the file
@@ -74,18 +80,20 @@ def choose_texts(source: Source, text_field: str, limit: int, bar: ProgressBar) 
             texts: list[str] = []
             documents = list(read_documents(block, text_field))
             for number, document in enumerate(documents, start=1):
-                until = size if source.remote else begin + (block.progress - begin) * number // len(documents)
-                due = limit * (before + until) // total if total else limit
-                if isinstance(document.text, str) and taken < due:
-                    data = repair(document.text).encode()[: limit - taken]
+                # A document is chosen if less text is chosen so far than the share of the text up to its end.
+                end = size if source.remote else begin + (block.progress - begin) * number // len(documents)
+                share = limit * (before + end) // total if total else limit
+                if isinstance(document.text, str) and chosen_bytes < share:
+                    data = repair(document.text).encode()[: limit - chosen_bytes]
                     texts += [piece for piece, _ in cut_document(data.decode(errors="ignore"))]
-                    taken += len(data)
+                    chosen_bytes += len(data)
             yield texts
             begin = block.progress
             bar.update(before + begin - bar.n)
-            if taken >= (limit * (before + size) // total if source.remote else limit):
+            limit_after_file = limit * (before + size) // total if source.remote else limit
+            if chosen_bytes >= limit_after_file:
                 break
-        if taken >= limit:
+        if chosen_bytes >= limit:
             return
 
 
@@ -93,11 +101,12 @@ def _train_at(connection: Connection, vocab_size: int) -> None:
     """Train on the lists of texts that arrive until None, and send the tokenizer.json back."""
     end_with_main()
     with closing(connection):
-        connection.send(train_bpe((text for texts in iter(connection.recv, None) for text in texts), vocab_size))
+        texts = chain.from_iterable(iter(connection.recv, None))
+        connection.send(train_bpe(texts, vocab_size))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a BPE with GPT-2's pattern, which has all bytes as tokens and <|endoftext|> as the last one."""
+    """Train a BPE with GPT-2's pattern, all bytes as tokens, and <|endoftext|> as the last token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

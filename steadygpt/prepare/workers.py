@@ -16,7 +16,7 @@ from steadygpt.base.options import UserError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-RUN_AHEAD = 32  # items beyond one per worker, to keep the workers busy while the results are written
+RUN_AHEAD = 32  # items in memory beyond one per worker; they keep the workers busy while results are written
 
 
 def map_in_order(
@@ -25,27 +25,27 @@ def map_in_order(
     """Yield each item and work(item), in order; at most num_workers + RUN_AHEAD items are in memory.
 
     Args:
-        work: is sent to the workers with each item. A single worker is this process.
+        work: is pickled and sent to the workers with each item. With num_workers = 1 it runs in this process.
     """
     if num_workers == 1:
         yield from ((item, work(item)) for item in items)
         return
     pending: deque[tuple[Item, Future[Result]]] = deque()
-    # Spawned instead of forked, because this process may have threads.
     try:
+        # Workers are spawned instead of forked, because this process may have threads.
         pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=end_with_main)
-    except OSError as error:  # its semaphores are files there
+    except OSError as error:  # the semaphores of the pool are files in /dev/shm
         raise UserError(
             f"cannot start {num_workers} workers: /dev/shm: {error.strerror}; expected a writable folder with free "
             "space (df /dev/shm; docker run --shm-size=1g), or use --num_workers 1"
         ) from error
     # All results go through one pipe. With its usual 64 KB, each of 64 workers waits a fifth of the time for its turn.
-    # The names are private or Linux's, so they may be missing.
+    # The attributes are private and F_SETPIPE_SZ is Linux's, so one may be missing.
     with suppress(AttributeError, OSError):
         fcntl.fcntl(pool._result_queue._reader.fileno(), fcntl.F_SETPIPE_SZ, 2**20)  # type: ignore[attr-defined]
     try:
         for item in items:
-            with without_ctrl_c():  # it may start a worker
+            with without_ctrl_c():  # submit() may start a worker
                 pending.append((item, pool.submit(work, item)))
             while pending and (len(pending) >= num_workers + RUN_AHEAD or pending[0][1].done()):
                 oldest, future = pending.popleft()
@@ -63,8 +63,9 @@ def map_in_order(
 
 @contextmanager
 def without_ctrl_c() -> Iterator[None]:
-    """Leave Ctrl-C to this process: those started in this block inherit its signal mask, which blocks SIGINT."""
-    resource_tracker.ensure_running()  # it would start with the first of them, and unblock SIGINT
+    """Keep Ctrl-C from the processes started in this block: they inherit the signal mask, which blocks SIGINT."""
+    # The resource tracker starts with the first process, and unblocks SIGINT then. So it has to run before.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -73,7 +74,7 @@ def without_ctrl_c() -> Iterator[None]:
 
 
 def end_with_main() -> None:
-    """End this worker with the main process, even if that is killed."""
+    """End this worker when the main process ends, even if that is killed."""
     main_process = parent_process()
     assert main_process
 

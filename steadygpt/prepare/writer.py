@@ -1,4 +1,4 @@
-"""Token ids of units to the shards of a folder, which continue after a kill."""
+"""Writing of token ids to the shards of a folder, which can be continued after a kill."""
 
 import dataclasses
 import os
@@ -23,16 +23,17 @@ from steadygpt.prepare.manifest import Manifest
 from steadygpt.prepare.source_files import STDLIB
 from steadygpt.prepare.sources import Place
 
-SAVE_S = 1.0  # between saves of the manifest, at least: each waits for the disk
-MOST_WAITING = 64  # units that are encoded but not saved; then a slow disk holds the workers up
-NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty ones are only counted
+SAVE_S = 1.0  # least time between saves of the manifest, because each waits for the disk
+MOST_WAITING = 64  # units that are encoded but not saved; at this number the workers wait for the disk
+NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty rows are only counted
 LEAST_TOKENS = 100  # of a source with a val split
 
 
 class Shards:
-    """The shards of a folder. The next shard of each split is a file NAME.part, which only grows until it is renamed.
+    """The shards of a folder.
 
-    So the last saved manifest always fits the files. save() runs in a thread, so that workers get units meanwhile.
+    The next shard of each split is a file NAME.part. It only grows until it is renamed, so the last saved manifest
+    always fits the files. save() runs in a thread, so that workers get units meanwhile.
     """
 
     def __init__(self, out: Path, manifest: Manifest):
@@ -43,11 +44,11 @@ class Shards:
         self.done = list(manifest.shards)
         self.begun = {"val": 0, "train": 0} | manifest.begun
         self.parts = {split: self._open(split) for split in self.begun}
-        kept = {shard["file"] for shard in self.done} | {Path(part.name).name for part in self.parts.values()}
+        in_use = {shard["file"] for shard in self.done} | {Path(part.name).name for part in self.parts.values()}
         pattern = re.compile(rf"{re.escape(self.name)}_(val|train)_\d{{6,}}\.npy(\.part)?")
         for path in out.iterdir():
-            if pattern.fullmatch(path.name) and path.name not in kept:
-                path.unlink()  # left by a start that was killed before it could save the manifest
+            if pattern.fullmatch(path.name) and path.name not in in_use:
+                path.unlink()  # left by a command that was killed before it could save the manifest
 
     def _path(self, split: str) -> Path:
         """Return the path of the next shard of a split."""
@@ -59,13 +60,13 @@ class Shards:
         return self._path(split).with_suffix(".npy.part")
 
     def _size(self, split: str) -> int:
-        """Return how many bytes the next shard of a split has so far."""
+        """Return how many bytes the next shard of a split has so far, with its header."""
         return len(npy_header(self.dtype, 0)) + self.begun[split] * self.dtype.itemsize
 
     def _open(self, split: str) -> IO[bytes]:
         path = self._part(split)
         shard = self._path(split)
-        if shard.exists():  # renamed by a start that was killed before it could save the manifest
+        if shard.exists():  # renamed by a command that was killed before it could save the manifest
             shard.rename(path)
         file = open_to_write(path, "r+b" if path.exists() else "x+b")
         if self.begun[split] and file.seek(0, os.SEEK_END) < self._size(split):
@@ -83,7 +84,8 @@ class Shards:
             for split, blocks in ids_of_split.items():
                 for ids in blocks:
                     while len(ids):
-                        if self.begun[split] == self.shard_size:  # not before there is more, so that no shard is empty
+                        # A full shard is finished only when more ids come, so that no shard is empty.
+                        if self.begun[split] == self.shard_size:
                             self._finish(split)
                             self.parts[split] = self._open(split)
                         fitting = ids[: self.shard_size - self.begun[split]]
@@ -98,10 +100,10 @@ class Shards:
         dataclasses.replace(manifest, shards=list(self.done), begun=dict(self.begun)).save(self.out)
 
     def _finish(self, split: str) -> None:
-        """Make a shard of the ids that a split has so far."""
+        """Turn the part file of a split into a shard."""
         path = self._path(split)
         with naming_file(self.parts[split]) as file:
-            file.truncate(self._size(split))  # see give_to_val
+            file.truncate(self._size(split))  # removes the ids that give_to_val() has moved
             file.seek(0)
             file.write(npy_header(self.dtype, self.begun[split]))
             file.flush()
@@ -113,7 +115,7 @@ class Shards:
         self.begun[split] = 0
 
     def complete(self, manifest: Manifest) -> Manifest:
-        """Make shards of the rest, and return the complete manifest."""
+        """Turn the part files into shards, and return the complete manifest."""
         for split in self.parts:
             if self.begun[split]:
                 self._finish(split)
@@ -124,16 +126,16 @@ class Shards:
         return manifest
 
     def give_to_val(self, count: int) -> None:
-        """Move the last ids of train to val, which is empty."""
+        """Move the last `count` ids of train to val, which is empty."""
         file = self.parts["train"]
         file.flush()
         file.seek(-count * self.dtype.itemsize, os.SEEK_END)
         self.parts["val"].write(file.read())
         self.begun["val"] += count
-        self.begun["train"] -= count  # the file keeps them: the saved manifest counts them
+        self.begun["train"] -= count  # the train file still has these ids, because the saved manifest counts them
 
     def discard(self) -> None:
-        """Remove all that was written."""
+        """Remove all written files."""
         parts = [self._part(split) for split in self.parts]
         for path in [*parts, *(self.out / shard["file"] for shard in self.done), self.out / MANIFEST]:
             path.unlink()
@@ -145,7 +147,7 @@ class Shards:
 
 @contextmanager
 def naming_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Name the file in the errors of writing to it, which lack it."""
+    """Add the name of the file to errors of writing to it, which lack a name."""
     try:
         yield file
     except OSError as error:
@@ -154,7 +156,7 @@ def naming_file(file: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def problem_of(manifest: Manifest) -> str:
-    """Return why the tokens of a source make no data set, "" if they do."""
+    """Return why the tokens of a source cannot be a data set, or "" if they can."""
     if not manifest.tokens:
         return f"found nothing ({manifest.counts()}); expected text or token ids"
     if manifest.val_share and manifest.tokens < LEAST_TOKENS:
@@ -165,39 +167,43 @@ def problem_of(manifest: Manifest) -> str:
 
 
 def write_shards(encoded: Iterable[tuple[list[Block], Encoded]], out: Path, manifest: Manifest) -> Manifest:
-    """Write the missing shards, and return the complete manifest; name the first skipped rows.
+    """Write the missing shards, print the first skipped rows, and return the complete manifest.
 
     Args:
         encoded: units and their ids, from the unit at manifest.next on.
     """
-    named = 0
+    num_named = 0
     saved_at_s = time.monotonic()
     waiting: list[dict[str, list[np.ndarray]]] = []  # ids of units that are not saved yet
     with closing(Shards(out, manifest)) as shards:
         with ThreadPoolExecutor(1) as writer:
-            saved: Future = writer.submit(bool)  # the last save; at first, nothing
-            for unit, found in encoded:
+            last_save: Future | None = None
+            for unit, ids in encoded:
                 last = unit[-1]
                 place = Place(last.file, last.end, last.end_row, last.progress)
-                manifest = dataclasses.replace(manifest, next=place)  # the writer may still use the one before
-                waiting.append(manifest.add(found))
-                for row, reason in found.skipped:
-                    if reason != NO_TEXT and named < NAMED_SKIPS:
+                manifest = dataclasses.replace(manifest, next=place)  # the writer may still use the previous one
+                waiting.append(manifest.add(ids))
+                for row, reason in ids.skipped:
+                    if reason != NO_TEXT and num_named < NAMED_SKIPS:
                         say(f"skipped {row.removeprefix(f'{STDLIB}{os.sep}')}: {reason}")
-                        named += 1
-                is_due = saved.done() and time.monotonic() - saved_at_s >= SAVE_S
+                        num_named += 1
+                is_idle = last_save is None or last_save.done()
+                is_due = is_idle and time.monotonic() - saved_at_s >= SAVE_S
                 if is_due or len(waiting) == MOST_WAITING:
-                    saved.result()
-                    saved = writer.submit(shards.save, manifest, waiting)
+                    if last_save:
+                        last_save.result()  # wait for it, and raise its error, if any
+                    last_save = writer.submit(shards.save, manifest, waiting)
                     saved_at_s = time.monotonic()
                     waiting = []
-            saved.result()
+            if last_save:
+                last_save.result()
         shards.save(manifest, waiting)
         problem = problem_of(manifest)
         if problem:
             shards.discard()
             raise UserError(f"{manifest.source}: {problem}")
-        if manifest.val_share and not manifest.tokens_for_val:  # there is less text than its beginning has promised
+        # If there is much less text than its beginning has promised, val has got none of it.
+        if manifest.val_share and not manifest.tokens_for_val:
             count = min(max(1, int(manifest.tokens * manifest.val_share)), shards.begun["train"] - 1)
             shards.give_to_val(count)
             manifest = dataclasses.replace(manifest, tokens_for_val=count)

@@ -59,7 +59,7 @@ def new_launch(history: History, data: Data, fingerprint: Mapping[str, list], ra
 
     sources = identify(data.sources)
     shares = shares_of(sources, {source.shards.name: source.weight for source in data.sources})
-    rows_before = phase_of(before).given_at(row, history.config.seed) if before else {}
+    rows_before = phase_of(before).rows_used_at(row, history.config.seed) if before else {}
     entry: Launch = {
         "id": secrets.token_hex(8),
         "step": history.step,
@@ -121,7 +121,7 @@ def epochs_of_sources(data: Data, launches: Sequence[Launch], row: int) -> dict[
     if len(data.sources) == 1:
         return {}
     entry = launches[-1]
-    consumed = phase_of(launches).given_at(row, entry["options"]["seed"])  # identity -> rows
+    consumed = phase_of(launches).rows_used_at(row, entry["options"]["seed"])  # identity -> rows
     epochs = {}
     for shards, rows, _ in data.sources:
         _, identity = entry["sources"][shards.name]

@@ -47,8 +47,8 @@ OURS = r"""
     steadygpt/checkpoint/files.py: load(self)
     steadygpt/data/shards.py: np.memmap(file, self.dtype, mode='r', offset=self.offset, shape=(self.num_tokens,))
     steadygpt/prepare/ids.py: zipfile.ZipFile(file)
-    steadygpt/prepare/ids.py: archive.open(arrays[others[0]])
-    steadygpt/prepare/ids.py: archive.open(arrays[MASK])
+    steadygpt/prepare/ids.py: archive.open(members[names[0]])
+    steadygpt/prepare/ids.py: archive.open(members[MASK])
     steadygpt/prepare/documents.py: pq.ParquetFile(source.file)
     steadygpt/prepare/sources.py: self.remote[file].open()
 """
