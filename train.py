@@ -360,11 +360,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_torchrun()
     if argv is None:
         argv = sys.argv[1:]
-    config, typed = parse_args(argv)
+    config, set_by = parse_args(argv)
     if config.list_checkpoints:
         return print_checkpoints(Path(config.checkpoint_dir), config.mirror, config.verbose)
     with joined(config.device, config.timeout_minutes) as ranks, ExitStack() as stack:
-        history = open_history(config, typed, ranks, stack)
+        history = open_history(config, set_by, ranks, stack)
         data = open_data(history, ranks)
         plan = settle(history, data, ranks)
         with out_of_memory_explained(plan.config, plan.sketch, ranks):

@@ -72,12 +72,12 @@ def quietly(function, *args):
 
 def build() -> train.Run:
     """Build the run that train.py trains, except that it writes nothing."""
-    config, given = parse_args(f"{FLAGS} --dry_run measure".split())
+    config, set_by = parse_args(f"{FLAGS} --dry_run measure".split())
     ranks = Ranks(torch.device("cpu"))
-    with contextlib.ExitStack() as held:
-        history = train.open_history(config, given, ranks, held)
+    with contextlib.ExitStack() as stack:
+        history = train.open_history(config, set_by, ranks, stack)
         plan = train.settle(history, train.open_data(history, ranks), ranks)
-        return train.build(plan, RunLog(plan.config, ranks), held)
+        return train.build(plan, RunLog(plan.config, ranks), stack)
 
 
 def show_data() -> None:

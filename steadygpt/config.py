@@ -401,10 +401,10 @@ def parse_args(
     config = kind(**options)
     if not config.resume:
         config.check_together()
-    origins = {}
+    set_by = {}
     for name in options:
-        origins[name] = "flag" if name in flags else "preset"
-    return config, origins
+        set_by[name] = "flag" if name in flags else "preset"
+    return config, set_by
 
 
 def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:

@@ -244,11 +244,11 @@ def built(*flags: str, ranks: Ranks):
     import train
     from steadygpt.config import parse_args
 
-    config, given = parse_args([*TINY, *flags, "--dry_run", "measure"])
-    with contextlib.ExitStack() as held:
-        history = train.open_history(config, given, ranks, held)
+    config, set_by = parse_args([*TINY, *flags, "--dry_run", "measure"])
+    with contextlib.ExitStack() as stack:
+        history = train.open_history(config, set_by, ranks, stack)
         plan = train.settle(history, train.open_data(history, ranks), ranks)
-        return train.build(plan, RunLog(plan.config, ranks), held)
+        return train.build(plan, RunLog(plan.config, ranks), stack)
 
 
 def fork(function: Callable, *args) -> multiprocessing.process.BaseProcess:
