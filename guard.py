@@ -90,7 +90,10 @@ class Guard:
         for name, means in zip(self.names, torch.stack(self.means, dim=1), strict=True):
             numbers[name] = self.ranks.mean(means)
         for name, metric in metrics.items():
-            numbers[name] = self.ranks.mean(metric.detach().reshape(1))
+            numbers[name] = self.ranks.mean(parallel.full_tensor(metric.detach()).reshape(1))
+        if len(numbers) < 1 + len(self.names) + len(metrics):
+            names = ", ".join(["grad_norm", *self.names, *metrics])
+            raise ValueError(f"a step measures {names}: two of them have the same name; rename one")
         # All numbers are of all ranks, so all ranks make the same decision when one of them has a NaN or a spike.
         values = torch.stack(list(numbers.values())).tolist()  # the host waits for the device, once a step
         measured = dict(zip(numbers, values, strict=True))

@@ -369,7 +369,7 @@ class GPT(nn.Module):
 
         Returns: (N,) fp32 for each term.
         """
-        logits = self._logits(x)
+        logits = self._logits(x)  # (N, padded_vocab_size); for other terms cut off the padding: [:, : vocab_size]
         return {"loss": token_losses(logits, targets, self.config.vocab_size)}
 
     def _loss_terms_in_chunks(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Optimizers over a model's parameters by role: AdamW and Muon, with NorMuon's step sizes of neurons."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -27,8 +27,21 @@ def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that
     of the schedule.
+
+    Raises: ValueError if the groups lack a parameter, or have one twice.
     """
-    return OPTIMIZERS[config.optimizer](model, config, ranks)
+    optimizer = OPTIMIZERS[config.optimizer](model, config, ranks)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    times = Counter[nn.Parameter]()
+    for group in optimizer.param_groups:
+        times.update(group["params"])
+        group.setdefault("lr_ratio", 1.0)
+    wrong = [name for parameter, name in names.items() if times[parameter] != 1]
+    if wrong:
+        raise ValueError(
+            f"{config.optimizer}: expected each parameter in one group of the optimizer, but not so {wrong[0]}"
+        )
+    return optimizer
 
 
 def make_adamw(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
@@ -79,7 +92,10 @@ def adamw_options(config: TrainConfig) -> dict[str, Any]:
 
 @cache
 def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on tensors without content."""
+    """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on tensors without content.
+
+    Raises: TypeError if it is something else than tensors of fp32, which checkpoints hold.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     cpu = torch.device("cpu")
@@ -92,6 +108,8 @@ def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]
     shapes = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in stepped.state[parameter].items():
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+                raise TypeError(f"{optimizer}: its state {kind} of {name} is no tensor of fp32, as checkpoints need it")
             shapes[f"{name}.{kind}"] = tuple(tensor.shape)
     return shapes
 

@@ -1,5 +1,6 @@
 """Options from flags and presets; test_refused.py has their errors."""
 
+import ast
 import dataclasses
 import math
 import re
@@ -201,6 +202,16 @@ def test_a_choice_that_is_only_half_added_trains_nothing(workdir, monkeypatch, n
     with pytest.raises((KeyError, ValueError), match="new"):
         run_here(f"--{name}", "new")
     assert not Path("checkpoints/metrics.jsonl").exists() or not metrics("checkpoints", "loss")
+
+
+def test_each_option_is_read_somewhere():
+    """An option without code would be ignored in silence."""
+    read = set()
+    for file in (*REPO.glob("*.py"), *REPO.glob("steadygpt/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+    assert set(FIELDS) <= read
 
 
 def test_each_optimizer_has_its_function():

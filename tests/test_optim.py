@@ -9,7 +9,7 @@ from conftest import in_ranks
 
 import optim
 from model import GPT, GPTConfig
-from optim import Muon, make_optimizer, newton_schulz, orthogonalized, state_shapes
+from optim import OPTIMIZERS, Muon, make_optimizer, newton_schulz, orthogonalized, state_shapes
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.machine.ranks import Ranks, joined
 
@@ -175,3 +175,52 @@ def test_state_shapes_are_those_that_an_optimizer_keeps(optimizer):
     assert {t.dtype for t in kept.values()} == {torch.float32}
     shapes = state_shapes(model.config, optimizer).items()
     assert {name: tuple(t.shape) for name, t in kept.items()} == {n: s for n, s in shapes if "mean_squares" not in n}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_gradients_vectors_stay_and_all_others_decay(name):
+    model = GPT(dataclasses.replace(SMALL, bias=True, tied_head=False, activation="swiglu"))
+    config = TrainConfig(optimizer=name, weight_decay=0.1, max_lr=0.2, muon_lr=0.3, muon_beta2=0.9)
+    optimizer = make_optimizer(model, config, ALONE)
+    decay = {}
+    for group in optimizer.param_groups:
+        group["lr"] = config.max_lr * group["lr_ratio"]
+        decay |= dict.fromkeys(group["params"], 1 - 0.1 * group["lr"])
+    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for role, parameters in model.parameters_by_role().items():
+        for parameter in parameters.values():
+            factor = 1 if role == "vector" else decay[parameter]
+            assert factor == 1 or factor < 0.99
+            assert torch.allclose(parameter, factor * before[parameter], rtol=1e-6, atol=0), role
+
+
+@pytest.mark.parametrize(("groups", "wrong"), [
+    (["vector", "matrix", "head"], "wte.weight"), (["vector", "embedding", "matrix", "head", "head"], "lm_head.weight"),
+])  # fmt: skip
+def test_an_optimizer_without_a_parameter_or_with_one_twice_is_refused(monkeypatch, groups, wrong):
+    """Its gradient would be counted in the norm that clips all others, and never be reset."""
+
+    def make(model, config, ranks):
+        roles = model.parameters_by_role()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.param_groups = [{"params": list(roles[role].values())} for role in groups]
+        return optimizer
+
+    monkeypatch.setitem(OPTIMIZERS, "adamw", make)
+    with pytest.raises(ValueError, match=rf"adamw: expected each parameter in one group .* {wrong}"):
+        make_optimizer(GPT(dataclasses.replace(SMALL, tied_head=False)), TrainConfig(), ALONE)
+
+
+def test_a_state_that_checkpoints_cannot_hold_is_refused_before_training(monkeypatch):
+    class Half(torch.optim.AdamW):
+        def step(self):
+            super().step()
+            for state in self.state.values():
+                state["exp_avg"] = state["exp_avg"].bfloat16()
+
+    monkeypatch.setitem(OPTIMIZERS, "adamw", lambda model, *_: Half(model.parameters()))
+    with pytest.raises(TypeError, match=r"adamw: its state exp_avg of wte\.weight is no tensor of fp32"):
+        state_shapes(dataclasses.replace(SMALL, context_length=11), "adamw")

@@ -51,7 +51,7 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     line = next(line for line in out.splitlines() if line.startswith("step 59/60"))
     assert re.fullmatch(
         r"step 59/60 \| loss [\d.]+ \| lr 1\.\d\de-04 \| grad norm [\d.]+ \| [\d,]+ ms \| [\d,]+ tok/s "
-        r"\| 100\.0% \| ETA 0 s",
+        r"(\| [a-z_]+ \S+ )*\| 100\.0% \| ETA 0 s",
         line,
     )
     assert json.loads(open("a/status.json").read())["status"] == "finished"
@@ -187,7 +187,7 @@ def train_with_a_metric(folder: Path) -> int:
     """Train with a metric of one's own, as docs/hacking.md says: its value is 1 on rank 0 and 2 on rank 1."""
     os.chdir(folder)
     update = Guard.update
-    Guard.update = lambda self, *args: update(self, *args, mine=torch.tensor(1.0 + self.ranks.rank))
+    Guard.update = lambda self, *args, **more: update(self, *args, **more, mine=torch.tensor(1.0 + self.ranks.rank))
     return run_here("--max_steps", "3", "--use_tensorboard")
 
 
@@ -239,11 +239,36 @@ def test_the_gradient_of_a_second_term_is_added(workdir, monkeypatch):
     assert metrics("checkpoints", "grad_norm")[0] == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-5)
 
 
-def test_a_metric_with_a_name_that_the_log_has_already_is_refused(workdir, monkeypatch):
+@pytest.mark.parametrize("name", ["epoch", "step", "time", "loss", "z_loss"])
+def test_a_number_with_a_name_that_is_in_use_is_refused(workdir, monkeypatch, name):
     update = Guard.update
-    monkeypatch.setattr(Guard, "update", lambda self, *args: update(self, *args, epoch=torch.tensor(1.0)))
-    with pytest.raises(AssertionError, match="'epoch'"):
+    used = {name: torch.tensor(1.0)}
+    monkeypatch.setattr(train.GPT, "loss_terms", terms_with_z_loss)
+    monkeypatch.setattr(Guard, "update", lambda self, *args, **more: update(self, *args, **more, **used))
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*; rename"):
         run_here("--max_steps", "3")
+    assert metrics("checkpoints", "loss") == {}
+
+
+def test_a_term_of_the_loss_that_is_no_number_per_token_is_refused(workdir, monkeypatch):
+    def terms(model, x, targets):
+        return {"loss": terms_with_z_loss(model, x, targets)["loss"], "mine": x.mean()}
+
+    monkeypatch.setattr(train.GPT, "loss_terms", terms)
+    with pytest.raises(ValueError, match=r"the term mine of the loss has shape \(\); expected .* \(32,\)"):
+        run_here("--max_steps", "3")
+
+
+def test_a_metric_of_a_sharded_weight_is_that_of_the_whole_one(workdir, monkeypatch):
+    update = Guard.update
+
+    def update_with_norm(self, *args, **more):
+        return update(self, *args, **more, norm=self.model.wte.weight.norm())
+
+    monkeypatch.setattr(Guard, "update", update_with_norm)
+    for name, flags in (("whole", ()), ("sharded", FSDP)):
+        assert run_here("--max_steps", "3", *flags, *folders(name)) == 0
+    assert metrics("sharded", "norm") == pytest.approx(metrics("whole", "norm"))
 
 
 def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatch):

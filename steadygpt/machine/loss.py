@@ -12,7 +12,17 @@ LOG2_E = math.log2(math.e)  # for exp2, because exp takes three times as long on
 
 
 def mean_terms(terms: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean of each term of a loss over the tokens, (terms,). Training minimizes their sum."""
+    """Return the mean of each term of a loss over the tokens, (terms,). Training minimizes their sum.
+
+    Raises: ValueError if a term is not one number per token.
+    """
+    expected = terms["loss"].shape
+    for name, term in terms.items():
+        if term.shape != expected:
+            raise ValueError(
+                f"the term {name} of the loss has shape {tuple(term.shape)}; expected a number for each token, "
+                f"{tuple(expected)}"
+            )
     return torch.stack([term.mean() for term in terms.values()])
 
 

@@ -157,8 +157,12 @@ class Results:
             "epoch": self.schedule.epochs(row),
             "digest": self.digests.pop(result.step, None),
         }
-        used_twice = numbers.keys() & result.metrics.keys()
-        assert not used_twice, f"{used_twice}: names of terms of the loss, or of metrics, that the log has already"
+        used_twice = {"step", "time", *numbers} & result.metrics.keys()
+        if used_twice:
+            names = ", ".join(sorted(used_twice))
+            raise ValueError(
+                f"{names}: a term of the loss, or a metric, with a name that the log uses itself; rename it"
+            )
         cost_left = None if is_first else self.cost(left_s)
         tokens = row * self.config.context_length
         totals = {"elapsed_s": round(elapsed_s), "cost_to_go": cost_left, "tokens": tokens}

@@ -181,7 +181,7 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
     ("llama", {"model_type": "qwen3", "head_dim": 16}, "self_attn.q_norm.weight is missing; expected (16,)"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window in config.json is true; expected false"),
     ("qwen3", {"model_type": "llama"}, "unexpected weight model.layers.0.self_attn.k_norm.weight"),
-    ("nanochat", {"hidden_act": "silu"}, "hidden_act is \"silu\"; expected one of gelu_new"),
+    ("nanochat", {"hidden_act": "none of ours"}, "hidden_act is \"none of ours\"; expected one of gelu_new"),
     ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
     ("gpt2", {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}},
      "steadygpt in config.json: tokenizer is a list; expected a string"),
