@@ -1,6 +1,7 @@
 """Tests of what prepare_dataset.py refuses: in one line, before a large download and before the first shard."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def test_mistakes_leave_the_folder_usable(inputs):
 
 
 def test_a_killed_training_process_is_reported(inputs, monkeypatch):
-    monkeypatch.setattr(train_tokenizer, "_train_at", sys.exit)  # fails, because it takes one argument
+    monkeypatch.setattr(train_tokenizer, "_train_at", math.sqrt)  # fails, because it takes one argument
     refused(f"{DOCS} --tokenizer bpe:300", "the process that trains the tokenizer was killed, .* try less text")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused(f"{DOCS} --tokenizer bpe:300", "needs tokenizers; pip install tokenizers")
