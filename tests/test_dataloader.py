@@ -118,6 +118,16 @@ def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count
     assert rows.read(start, count).tolist() == one_by_one
 
 
+@given(shard_sizes, seeds, st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 9)), min_size=2, max_size=9))
+@settings(deadline=None, max_examples=40)
+def test_rows_do_not_depend_on_what_was_read_before(sizes, seed, reads):
+    """A stream keeps the block that it found last; other reads go on, jump ahead or go back."""
+    used = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
+    for start, count in [*reads, reads[0]]:
+        fresh = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
+        assert used.read(start, count).tolist() == fresh.read(start, count).tolist()
+
+
 @given(shard_sizes, contexts, st.integers(1, 40), st.integers(0, 30))
 @settings(deadline=None, max_examples=40)
 def test_a_part_of_the_rows_is_spread_over_all_of_them(sizes, context, count, start):

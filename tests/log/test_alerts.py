@@ -1,21 +1,32 @@
 """Alerts received by a real HTTP server on this machine."""
 
 import json
+import re
+import shutil
 import socket
 import threading
 import time
 import urllib.request
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_here
+from conftest import REPO, load, run_here
+from injected import acting_here, bad_numbers, signal_at
 
 import train
 from steadygpt.base.options import UserError
+from steadygpt.checkpoint import saves
+from steadygpt.checkpoint.files import config_of
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
 from steadygpt.log.alerts import Alerts
+from steadygpt.machine.digests import Corrupted
+from steadygpt.run import results
+from steadygpt.run.capture import Capture
+from steadygpt.run.expected import Prediction, compared_options
 
 SECRET = "/services/T0/B0/secret"
 
@@ -220,3 +231,74 @@ def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys)
     webhook.status = 404
     assert run_here("--alert_url", webhook.url) == 0
     assert capsys.readouterr().err.count("an alert did not reach 127.0.0.1:") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# each event of docs/alerts.md
+
+
+def a_disk_that_fails_once(monkeypatch) -> None:
+    write = saves.write_temporary
+    failures = iter([OSError(28, "No space left on device")])
+
+    def failing(path, *args, **options):
+        for error in failures:
+            raise error
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(saves, "write_temporary", failing)
+
+
+def replicas_that_differ(monkeypatch) -> None:
+    def differ(capture):
+        raise Corrupted("rank 1: wte.weight not as on other ranks")
+
+    monkeypatch.setattr(Capture, "check_replicas", differ)
+
+
+def losses_that_are_logged_wrongly(monkeypatch) -> None:
+    log = Path("checkpoints/metrics.jsonl")
+    log.write_text(re.sub(r'"loss": [\d.]+', '"loss": 9.5', log.read_text()))
+
+
+def validations_far_from(monkeypatch) -> None:
+    config = config_of(load("checkpoints/latest.pt")["launches"][-1])
+    Path("prediction.json").write_text(json.dumps(Prediction(compared_options(config), [(1, 1.0)])._asdict()))
+    shutil.rmtree("checkpoints")
+
+
+def short_windows(monkeypatch) -> None:
+    monkeypatch.setattr(results, "SPIKE_WINDOW", 4)
+
+
+# event -> flags of the run; faults in it; a change before it; whether another run of 8 steps precedes it
+EVENTS = {
+    "started": ((), (), None, False),
+    "finished": ((), (), None, False),
+    "resumed": (("--resume", "latest", "--max_steps", "9"), (), None, True),
+    "stopped": ((), (partial(signal_at, 2),), None, False),
+    "failed": (("--max_bad_steps", "2"), (partial(bad_numbers, range(2, 9), "nan loss", 0),), None, False),
+    "bad steps": ((), (partial(bad_numbers, [3], "nan loss", 0),), None, False),
+    "spike": ((), (partial(bad_numbers, [6], "large loss", 0),), short_windows, False),
+    "off course": (("--eval_freq", "1", "--expect", "prediction.json"), (), validations_far_from, True),
+    "save failed": ((), (), a_disk_that_fails_once, False),
+    "corruption": ((), (), replicas_that_differ, False),
+    "resume differs": (("--resume", "checkpoints/rolling_step_000002.pt"), (), losses_that_are_logged_wrongly, True),
+}
+
+
+def test_each_documented_event_has_a_run_here():
+    rows = re.findall(r"^\| ((?:`[a-z ]+` ?)+) \|", (REPO / "docs/alerts.md").read_text(), re.MULTILINE)
+    assert set(re.findall("`([a-z ]+)`", " ".join(rows))) == set(EVENTS)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_each_event_arrives(workdir, monkeypatch, webhook, event):
+    flags, faults, change, is_second = EVENTS[event]
+    if is_second:
+        assert run_here("--eval_freq", "4", "--checkpoint_freq", "2") == 0
+    with monkeypatch.context() as patched, acting_here(*faults):
+        if change:
+            change(patched)
+        run_here("--alert_url", webhook.url, *flags)
+    assert event in [text.partition(":")[0] for text in webhook.texts()]

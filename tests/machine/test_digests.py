@@ -1,6 +1,7 @@
 """Digests of bits: of parts, of replicas, and of what is copied, saved and loaded."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.machine import digests
-from steadygpt.machine.digests import digest, in_minority
+from steadygpt.machine.digests import check_digests, combined, digest, in_minority
 from steadygpt.run import capture
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50)
@@ -32,6 +33,29 @@ def test_digests_of_parts_add_up_in_any_order(bits, data):
     cut = data.draw(st.integers(0, len(bits)))
     parts = numbers(bits[cut:]), numbers(bits[:cut])
     assert int(digest(numbers(bits))) == int(sum(digest(part) for part in parts))
+
+
+@given(st.dictionaries(st.text(max_size=9), st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6), st.data())
+def test_the_digest_of_all_tensors_depends_on_each(digests_of_tensors, data):
+    name = data.draw(st.sampled_from(sorted(digests_of_tensors)))
+    other = data.draw(st.integers(-(2**63), 2**63 - 1).filter(lambda number: number != digests_of_tensors[name]))
+    assert combined(digests_of_tensors | {name: other}) != combined(digests_of_tensors)
+    assert combined({key: value for key, value in digests_of_tensors.items() if key != name}) != combined(
+        digests_of_tensors
+    )
+
+
+def test_each_weight_and_each_state_of_a_checkpoint_is_checked(workdir):
+    """A changed bit of any tensor that a checkpoint names is found when it is read."""
+    assert run_here("--max_steps", "3", *MODERN) == 0
+    checkpoint = load("checkpoints/latest.pt")
+    tensors = files.named_tensors(checkpoint)
+    assert set(tensors) == set(checkpoint["digests"])
+    for name, tensor in tensors.items():
+        changed = tensor.clone()
+        changed.view(torch.int32).view(-1)[-1] ^= 1
+        with pytest.raises(UserError, match=rf"^{re.escape(name)} is not what it was"):
+            check_digests({**tensors, name: changed}, checkpoint["digests"])
 
 
 @given(BITS, st.data())
