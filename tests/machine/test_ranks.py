@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import built, in_ranks, write_data
+from conftest import FSDP, built, in_ranks, write_data
 
 import train
 from hellaswag_eval import Question, score
@@ -123,6 +124,44 @@ def gradients_stay_in_the_buckets(folder: str, ranks: Ranks) -> None:
 def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
     """Else they would take 4 bytes a parameter beside them."""
     in_ranks(2, check_on_rank, partial(gradients_stay_in_the_buckets, str(write_data(tmp_path / "data"))))
+
+
+def gradients_are_summed_once_a_step(folder: str, ranks: Ranks) -> None:
+    run = built("--data_dir", folder, "--mini_batch_size", "1", ranks=ranks)  # two micro-steps
+    buckets = []
+
+    def hook(_, bucket):
+        buckets.append(bucket.index())
+        sums = dist.all_reduce(bucket.buffer().div_(ranks.world_size), async_op=True).get_future()
+        return sums.then(lambda future: future.value()[0])
+
+    run.forward.register_comm_hook(None, hook)
+    with closing(run.training_batches()) as batches:
+        for _ in range(2):
+            train.train_step(run, batches)
+    assert buckets == [0, 0]
+
+
+def shards_of_gradients_are_summed_once_a_step(folder: str, ranks: Ranks) -> None:
+    run = built("--data_dir", folder, "--mini_batch_size", "1", *FSDP, ranks=ranks)
+    sums = []
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.11
+    reduce_scatter = getattr(dist, name)
+
+    def counted(*args, **options):
+        sums.append(1)
+        return reduce_scatter(*args, **options)
+
+    setattr(dist, name, counted)
+    with closing(run.training_batches()) as batches:
+        train.train_step(run, batches)
+    assert len(sums) == 3  # two blocks and the rest
+
+
+@pytest.mark.parametrize("check", [gradients_are_summed_once_a_step, shards_of_gradients_are_summed_once_a_step])
+def test_gradients_are_summed_over_the_ranks_once_a_step(tmp_path, check):
+    """More often, they would be right too, but slower."""
+    in_ranks(2, check_on_rank, partial(check, str(write_data(tmp_path / "data"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
