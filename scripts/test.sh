@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Style, types, the documentation site and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
+# Style, types and tests, on the CPU and without a network, in parallel. Further arguments go to pytest:
 #   scripts/test.sh -k resume
 #   scripts/test.sh -n 0          one test at a time
+#   scripts/test.sh --pages       the documentation site, and the tests of docs, notebook and benchmarks, alone
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 scripts/setup.sh test
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-.venv/bin/mypy
-# Without --quiet: it hides the warnings, and then --strict does not count them.
-site=$(NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir .venv/site 2>&1) || { echo "$site"; exit 1; }
-exec .venv/bin/python -m pytest -q -n 4 --dist worksteal --durations=10 "$@"
+if [[ ${1-} == --pages ]]; then
+  shift
+  # Without --quiet: it hides the warnings, and then --strict does not count them.
+  site=$(NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir .venv/site 2>&1) || { echo "$site"; exit 1; }
+  tests="pages and not storm"
+else
+  .venv/bin/ruff check .
+  .venv/bin/ruff format --check .
+  .venv/bin/mypy
+  tests="not pages and not storm"
+fi
+exec .venv/bin/python -m pytest -q -n 4 --dist worksteal --durations=10 -m "$tests" "$@"

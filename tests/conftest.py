@@ -62,6 +62,16 @@ MODERN = (
 ).split()  # the recipe of --config modern, with grouped heads
 
 
+# What holds the pages and benchmarks to the code: a job of its own, scripts/test.sh --pages.
+PAGES = {"test_docs", "test_doc_commands", "test_walkthrough", "test_hacking", "test_benchmarks", "test_notebook"}
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if item.path.stem in PAGES:
+            item.add_marker(pytest.mark.pages)
+
+
 def pytest_addoption(parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="device of the runs that tests start")
 

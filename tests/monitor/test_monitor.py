@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -427,6 +428,8 @@ def test_live_view_leaves_the_terminal_as_it_was(tmp_path, leave, status):
         start_new_session=True, preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
     )  # fmt: skip
     os.close(terminal)
+    watchdog = threading.Timer(60, process.kill)  # ends the reads below too
+    watchdog.start()
     text = b""
     while "● running".encode() not in text:
         text += os.read(main, 65536)
@@ -440,5 +443,6 @@ def test_live_view_leaves_the_terminal_as_it_was(tmp_path, leave, status):
             while time.monotonic() < again_s:
                 text += os.read(main, 65536)
     assert process.wait(10) == status, text
+    watchdog.cancel()
     assert text.index(b"\x1b[?1049h") < text.index(b"\x1b[?1049l")  # the alternate screen
     os.close(main)
