@@ -1,6 +1,7 @@
 """Muon: what it computes, which parameters it moves, and how ranks share its work."""
 
 import dataclasses
+import math
 from functools import partial
 
 import pytest
@@ -50,6 +51,28 @@ def test_the_update_of_one_matrix_is_that_of_pytorchs_muon(shape):
     assert torch.allclose(ours.weight, theirs.weight, atol=0.02)  # both round to bf16
     moments = ours_optimizer.state[ours.weight], torch_optimizer.state[theirs.weight]
     assert torch.equal(*(state["momentum_buffer"] for state in moments))
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_two_updates_of_a_matrix_are_those_of_the_formula(shape):
+    """Each number alone: rate, decay, momentum with Nesterov's step, and the factor of a tall matrix."""
+    torch.manual_seed(0)
+    rows, columns = shape
+    module = torch.nn.Linear(columns, rows, bias=False)
+    weight = module.weight.detach().clone()
+    optimizer = muon_of(module, [(rows,)], lr=0.05, weight_decay=0.2, momentum=0.8)
+    average = torch.zeros(shape)
+    for _ in range(2):
+        gradient = torch.randn(shape)
+        module.weight.grad = gradient.clone()
+        optimizer.step()
+        average = 0.8 * average + 0.2 * gradient
+        momentum = 0.2 * gradient + 0.8 * average
+        matrix = momentum if rows <= columns else momentum.mT
+        [direction] = newton_schulz(matrix[None])
+        direction = direction if rows <= columns else direction.mT
+        weight = weight * (1 - 0.05 * 0.2) - 0.05 * math.sqrt(max(1, rows / columns)) * direction
+        assert torch.allclose(module.weight, weight, rtol=1e-5, atol=1e-6)
 
 
 def test_the_matrices_of_one_shape_are_one_batch_over_all_layers(monkeypatch):

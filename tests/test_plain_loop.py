@@ -86,6 +86,17 @@ def test_a_run_on_two_ranks_is_a_plain_loop(workdir, flags):
     assert_as(PlainLoop(), "two")
 
 
+def test_validation_is_a_plain_loop_without_dropout(workdir):
+    run = built("--data_dir", "data", "--dropout", "0.5", "--eval_freq", "1", ranks=Ranks(torch.device("cpu")))
+    [val_set] = run.plan.data.val_sets
+    rows = torch.from_numpy(val_set.rows.read(0, val_set.rows.rows_per_epoch))
+    model = copy.deepcopy(run.model).eval()
+    logits = model(rows[:, :-1])[..., :257]
+    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    assert run.evaluation.validate(val_set.rows)["val_loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert run.model.training
+
+
 def test_a_run_that_is_resumed_is_a_plain_loop(workdir):
     assert run_here(*OPTIONS, "--checkpoint_freq", "3") == 0
     assert run_here(*OPTIONS, "--resume", "checkpoints/rolling_step_000003.pt") == 0

@@ -1,10 +1,12 @@
 """Timed saves, and saves that the disk or the file system hinders."""
 
 import errno
+import json
 import math
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -292,6 +294,23 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
             assert val_loss == known
         if measured:
             assert load(tmp_path / "best_model.pt")["loss"] == min(measured, key=measured.get)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_comes_during_a_save_stops_the_run(workdir, monkeypatch, number):
+    write = saves.write_temporary
+    signals = [number]
+
+    def signalled(path, *args, **options):
+        while signals:
+            os.kill(os.getpid(), signals.pop())
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(saves, "write_temporary", signalled)
+    assert run_here("--checkpoint_freq", "3", "--max_steps", "300") == 0
+    status = json.loads(Path("checkpoints/status.json").read_text())
+    assert (status["status"], status["reason"]) == ("stopped", signal.Signals(number).name)
+    assert 3 <= load("checkpoints/latest.pt")["step"] < 300
 
 
 # ---------------------------------------------------------------------------------------------------------------------
