@@ -74,7 +74,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/machine/device.py", "    model.eval()\n    try", "    try", "test_plain_loop"),
     ("steadygpt/checkpoint/saves.py", "                save()\n            state.best_val_loss",
      "                state.best_val_loss = val_loss\n                save()\n            state.best_val_loss",
-     "test_resume"),
+     "faults/test_kill"),
     # The order of the data.
     ("dataloader.py", "step[self.rank * rows_per_rank :", "step[self.rank :", "test_dataloader"),
     ("dataloader.py", 'ends, positions, side="right")', 'ends, positions, side="left")', "test_dataloader"),

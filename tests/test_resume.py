@@ -30,7 +30,6 @@ from injected import do_in_step, signal_at
 
 import train
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.saves import CheckpointWriter
 from steadygpt.config import TrainConfig
 from steadygpt.run import plan
 from steadygpt.run.schedule import Schedule
@@ -89,36 +88,6 @@ def test_a_folder_whose_name_the_locale_lacks_is_refused(workdir):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # checkpoints
-
-
-@pytest.mark.parametrize("saved", ["before the evaluation", "by the evaluation"])
-def test_a_kill_between_the_save_and_the_link_of_the_best_model_is_made_good(workdir, monkeypatch, saved):
-    """The save of step 8 is durable, but neither evaluations.json nor best_model.pt know of it."""
-    flags = ("--eval_freq", "4", "--checkpoint_freq", "8" if saved.startswith("before") else "0")
-    with monkeypatch.context() as killed:
-        record = CheckpointWriter.record
-        take_step = train.train_step
-
-        def record_before_8(writer, step, scores, best):
-            if step < 8:
-                record(writer, step, scores, best)
-
-        def step_before_8(run, batches):
-            if run.state.step == 8:
-                raise ZeroDivisionError
-            return take_step(run, batches)
-
-        killed.setattr(CheckpointWriter, "record", record_before_8)
-        killed.setattr(train, "train_step", step_before_8)
-        with pytest.raises(ZeroDivisionError):
-            run_here(*flags, "--max_steps", "12")
-    assert load("checkpoints/best_model.pt")["step"] == 4
-    assert load("checkpoints/latest.pt")["step"] == 8
-    worse = ("--max_steps", "9", "--max_lr", "1", "--schedule", "constant", "--allow_changes")  # in its last step
-    assert run_here(*flags, *worse, "--resume", "latest") == 0
-    losses = {step: scores["val_loss"] for step, scores in evaluations("checkpoints").items()}
-    assert min(losses, key=losses.get) == 8
-    assert load("checkpoints/best_model.pt")["step"] == 8
 
 
 def test_best_model_has_the_lowest_validation_loss(workdir):

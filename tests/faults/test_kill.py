@@ -234,6 +234,28 @@ def test_kill_at_each_call_of_a_save(short_run, call):
     assert sorted(os.listdir(f"{name}")) == sorted(os.listdir("reference"))
 
 
+# The validations of steps 4, 8 and 12 find the best models, and make the only saves before the last one.
+EVALUATED = "--max_steps 20 --steps_per_epoch 99 --eval_freq 4 --dropout 0.1".split()
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(n, marks=() if n in (8, 10) else pytest.mark.storm) for n in range(len(CALLS) + 4)]
+)
+def test_kill_at_each_call_of_a_save_by_an_evaluation(reference, call):
+    """Between the save and the name of the best model, the checkpoint must not have the loss of this model yet."""
+    reference(*EVALUATED, faults=[record_save_calls])
+    assert load("reference/best_model.pt")["step"] == 12
+    name = f"killed{call}"
+    run = Run(*EVALUATED, *folders(name), faults=[partial(kill_at, 3, call)])
+    if run.wait() == [0]:
+        assert call >= len(calls_of_saves()[3])
+        return
+    assert find_checkpoint("latest", Path(name)).checkpoint["step"] in (8, 12)
+    assert_resumes(name, *EVALUATED, measured=("loss", "grad_norm", "val_loss"))
+    assert_same_state(load("reference/best_model.pt"), load(f"{name}/best_model.pt"))
+    assert evaluations(name) == evaluations("reference")
+
+
 def names_after(names: dict[str, int], calls) -> dict[str, int]:
     """Return the folder (name -> number of the save that wrote the file) after some calls."""
     names = dict(names)
