@@ -97,6 +97,4 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
             state.bad_steps = 0  # it counts only steps of one batch size and mixture
     if saved:  # unmap the file, so that its disk space is free once later saves replace it
         saved |= WITHOUT_TENSORS
-    if history.is_fork:  # the best model so far is in the folder of the other run
-        state.best_val_loss = None
     return state
