@@ -90,7 +90,7 @@ class Guard:
         for name, means in zip(self.names, torch.stack(self.means, dim=1), strict=True):
             numbers[name] = self.ranks.mean(means)
         for name, metric in metrics.items():
-            numbers[name] = self.ranks.mean(parallel.full_tensor(metric.detach()).reshape(1))
+            numbers[name] = self.ranks.mean(parallel.full_tensor(metric.detach()).float().reshape(1))
         if len(numbers) < 1 + len(self.names) + len(metrics):
             names = ", ".join(["grad_norm", *self.names, *metrics])
             raise ValueError(f"a step measures {names}: two of them have the same name; rename one")
