@@ -25,8 +25,8 @@ MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the 
 def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
     """Return the optimizer that a configuration chooses.
 
-    Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio" times that
-    of the schedule.
+    Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio", by
+    default 1, times that of the schedule.
 
     Raises: ValueError if the groups lack a parameter, or have one twice.
     """
@@ -75,8 +75,8 @@ def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
     for role in decayed:
         with_decay += roles[role].values()
     return [
-        {"params": with_decay, "lr_ratio": 1.0},
-        {"params": list(roles["vector"].values()), "lr_ratio": 1.0, "weight_decay": 0.0},
+        {"params": with_decay},
+        {"params": list(roles["vector"].values()), "weight_decay": 0.0},
     ]
 
 
@@ -186,13 +186,11 @@ class Muon(torch.optim.AdamW):
                 if "mean_squares" not in state:
                     state["mean_squares"] = torch.zeros(sum(neurons), device=matrices[-1].device)
                 mean_squares += state["mean_squares"].split(neurons)
-        updates = orthogonalized(matrices, self.ranks, mean_squares, 1 - beta2)
-        first = 0
+        updates = iter(orthogonalized(matrices, self.ranks, mean_squares, 1 - beta2))
         for parameter, parts in stacked:
             scaled = []
-            for rows, update in zip(parts, updates[first:], strict=False):
+            for rows, update in zip(parts, updates, strict=False):  # takes as many updates as there are parts
                 scaled.append(update * math.sqrt(max(1, rows / parameter.size(1))))
-            first += len(parts)
             own, update = own_part(parameter, torch.cat(scaled))
             own.mul_(1 - group["lr"] * group["weight_decay"])
             own.add_(update, alpha=-group["lr"])
