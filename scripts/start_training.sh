@@ -30,10 +30,18 @@ fi
 command=(python "$repo/train.py" "$@")
 [ "$nproc" -gt 1 ] && command=(torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" "$@")
 case " $* " in *" -h "* | *" --help "* | *" --version "* | *" --dry"?run* | *" --eval"?only* | *" --list"?checkpoints*) exec "${command[@]}" ;; esac
-folder=$(PYTHONPATH=$repo python -c 'import sys, steadygpt.base.options as options, steadygpt.config as config
-options.run_cli(lambda: print(config.parse_args(sys.argv[1:])[0].checkpoint_dir))' "$@")
-[ ! -d "$folder" ] || PYTHONPATH=$repo python -c 'import pathlib, sys; from steadygpt.base import durable, options
-options.run_cli(lambda: durable.lock_folder(pathlib.Path(sys.argv[1]), "stop that run first") and None)' "$folder"
+folder=$(PYTHONPATH=$repo python -c '
+import pathlib, sys
+from steadygpt import config
+from steadygpt.base import durable, options
+
+def free_folder():
+    folder = config.parse_args(sys.argv[1:])[0].checkpoint_dir
+    if pathlib.Path(folder).is_dir():
+        durable.lock_folder(pathlib.Path(folder), "stop that run first")
+    print(folder)
+
+options.run_cli(free_folder)' "$@")
 echo "+$(printf ' %q' "${command[@]}")"
 "${command[@]}" --dry_run
 [ -z "$preset" ] || read -r -p "Press Enter to start, Ctrl-C to cancel: " || { echo; echo "nothing was started"; exit 1; }

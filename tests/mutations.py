@@ -198,6 +198,14 @@ MUTATIONS = [Mutation(*row) for row in (
 )]  # fmt: skip
 
 
+def check_texts() -> None:
+    """End now, and not after hours, if a mutation no longer fits the code."""
+    for mutation in MUTATIONS:
+        count = (REPO / mutation.file).read_text().count(mutation.old)
+        assert count == 1, f"{mutation.file}: {count} times {mutation.old!r}"
+        assert all((REPO / f"tests/{name}.py").exists() for name in mutation.tests.split()), mutation
+
+
 def name_of(mutation: Mutation) -> str:
     return f"{mutation.file}: {mutation.old} -> {mutation.new}"
 
@@ -206,7 +214,6 @@ def run(mutation: Mutation, folder: Path, only_likely: bool) -> tuple[str, float
     """Return the first test that notices a mutation of the copy in a folder, "" if none does, and the seconds."""
     path, start_s = folder / mutation.file, time.monotonic()
     text = path.read_text()
-    assert text.count(mutation.old) == 1, f"{mutation.file}: {text.count(mutation.old)} times {mutation.old!r}"
     path.write_text(text.replace(mutation.old, mutation.new))
     likely = [f"tests/{name}.py" for name in mutation.tests.split() if (folder / f"tests/{name}.py").exists()]
     try:
@@ -235,6 +242,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="mutations at the same time")
     parser.add_argument("--to", help="a JSON file of results")
     args = parser.parse_args()
+    check_texts()
     results = json.loads(Path(args.to).read_text()) if args.to and Path(args.to).exists() else {}
     chosen = [m for m in MUTATIONS if args.only in f"{m.file}: {m.old}" and name_of(m) not in results]
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:

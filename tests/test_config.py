@@ -41,6 +41,7 @@ def test_estimated_memory_in_fp32_is_what_an_h100_has_needed():
     assert sum(memory.values()) / 1e9 == pytest.approx(28.4, rel=0.01)
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
 def test_parameters_and_memory_of_presets_are_correct(preset):
     """They assume GPT-2's vocabulary, bf16 and torch.compile, as on a GPU."""
@@ -101,11 +102,12 @@ def test_spellings_of_flags_and_values(words, name, value):
     assert getattr(parse(*words.split()), name) == value
 
 
-@pytest.mark.parametrize("name", [name for name, f in FIELDS.items() if f.type is bool])
-def test_every_switch_can_be_turned_off_in_every_spelling(name):
-    dashed = name.replace("_", "-")
-    for argument in (f"--no_{name}", f"--no-{dashed}", f"--no-{name}", f"--{dashed}=False", f"--{name}=off"):
-        assert getattr(parse("--resume", f"--{name}", argument), name) is False, argument
+def test_every_switch_can_be_turned_off_in_every_spelling():
+    switches = [name for name, f in FIELDS.items() if f.type is bool]
+    for spelling in ("--no_{0}", "--no-{1}", "--no-{0}", "--{1}=False", "--{0}=off"):
+        off = [spelling.format(name, name.replace("_", "-")) for name in switches]
+        config = parse("--resume", *(f"--{name}" for name in switches), *off)
+        assert not [name for name in switches if getattr(config, name)], spelling
 
 
 def test_suggested_options_exist():

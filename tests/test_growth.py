@@ -1,7 +1,6 @@
 """What must not cost more as a run grows, in counts: open files, reads of checkpoints, rows of a validation."""
 
 import os
-import signal
 import subprocess
 import sys
 from functools import lru_cache
@@ -9,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import folders, run_here, write_data
-from harness import Run
+from conftest import run_here, write_data
 
 import dataloader
 import replay
@@ -82,15 +80,3 @@ def test_a_validation_that_takes_much_of_the_time_is_told(workdir, capsys):
     assert "-- MUCH; try a larger --eval_freq or a smaller --eval_tokens" in capsys.readouterr().out
     assert run_here("--eval_freq", "8", "--eval_tokens", "16", "--dry_run") == 0
     assert "MUCH" not in capsys.readouterr().out
-
-
-def test_a_killed_rank_costs_a_line_of_each_other_rank(workdir):
-    run = Run("--total_batch_size", "96", "--max_steps", "100000", *folders("run"), ranks=3)
-    run.wait_for(r"^step +3/")
-    run.signal(signal.SIGKILL, 1)
-    assert run.wait() == [1, -signal.SIGKILL, 1], run.text()
-    assert "Traceback" not in run.text()
-    lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
-    assert sorted(line[:55] for line in lines) == [
-        f"error: rank {rank}: lost another rank, whose output says why" for rank in (0, 2)
-    ]

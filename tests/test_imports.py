@@ -9,7 +9,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from conftest import REPO, in_ranks
-from mutations import MUTATIONS
 
 COMMANDS = [path for path in REPO.glob("*.py") if path.name != "setup.py"]  # which only pip runs
 FILES = {path.stem: path for path in COMMANDS} | {
@@ -113,9 +112,3 @@ def check_preloaded() -> None:
 def test_forked_ranks_begin_with_the_imports_of_preloaded():
     """Python ignores what the server of forked processes fails to import."""
     in_ranks(1, check_preloaded)
-
-
-def test_each_mutation_replaces_a_text_that_occurs_once():
-    for mutation in MUTATIONS:
-        assert (REPO / mutation.file).read_text().count(mutation.old) == 1, mutation
-        assert all((REPO / f"tests/{name}.py").exists() for name in mutation.tests.split()), mutation

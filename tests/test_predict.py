@@ -107,7 +107,7 @@ def test_an_unfinished_run_is_refused(narrower):
         predict.main(["narrow", "stopped", *LARGER])
 
 
-@pytest.mark.parametrize("loss", [-1.0, 0.0, 1e-300, 1e308])
+@pytest.mark.parametrize("loss", [-1.0, 1e308])
 def test_losses_that_cannot_be_are_refused(narrower, loss):
     path = Path("wide/evaluations.json")
     found = json.loads(path.read_text())

@@ -43,7 +43,6 @@ SOURCES = {
     "a trained tokenizer, a folder whose name is not UTF-8": ("bytes", TRAINED, 3, 400),
     "CSV of the Hub": ("hf:some/csv", HUB, 2, 900),
     "lines of the Hub": ("hf:some/lines", HUB, 2, 900),
-    "lines of the Hub, kept": ("hf:some/lines", f"{HUB} --keep_download", 2, 900),
 }
 
 

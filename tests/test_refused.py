@@ -405,13 +405,8 @@ def test_checkpoints_that_do_not_fit_and_changes_on_resume_are_refused(refuses, 
 
 
 @pytest.mark.parametrize(("flags", "said", "ranks"), [
-    ("--num_layer 3", "did you mean --num_layers?", 1),
-    ("--config none.toml", "--config none.toml: no such file or preset", 1),
-    ("--total_batch_size 72", "--total_batch_size is 72; expected a multiple of", 2),
     ("--deterministic --mini_batch_size 1",
      "--deterministic: a step has 4 micro-batches, so expected 1, 2 or 4 processes; found 3", 3),
-    ("--data_dir none", "no train shards in none", 2),
-    ("--resume", "no checkpoints in checkpoints", 2),
     (f"--checkpoint_dir {'x' * 300}", "File name too long: ", 1),
 ])  # fmt: skip
 def test_a_process_ends_with_one_line_whatever_kind_of_error_it_is(place, flags, said, ranks):

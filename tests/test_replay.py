@@ -3,25 +3,59 @@
 import json
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MODERN, TINY, in_ranks, load, metrics, need_gpus, run_here, write_data
+from conftest import MODERN, TINY, fork, in_ranks, load, metrics, need_gpus, run_here, write_data
 from injected import acting_here, do_in_step
 
 import replay
 import train
 from replay import AS_RECORDED, main
 from steadygpt import git_commit
-from steadygpt.base.options import UserError
+from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.text import counted
 
 EVERY_2 = ("--checkpoint_freq", "2")
 METRICS = Path("checkpoints/metrics.jsonl")
+
+
+class Forked:
+    """In place of subprocess.Popen for train.py: a process that has already imported torch."""
+
+    def __init__(self, flags: Sequence[str], env: dict[str, str]):
+        self.process = fork(train_in, os.getcwd(), dict(env), flags)
+        self.pid, self.terminate = self.process.pid, self.process.terminate
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode
+
+
+def train_in(folder: str, env: dict[str, str], flags: Sequence[str]) -> None:
+    os.chdir(folder)
+    os.environ.update(env)
+    run_cli(lambda: train.main(flags))
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch):
+    """Fork one process of train.py; several are started by torchrun, as for a user."""
+
+    def start(command: Sequence[str], env: dict[str, str]):
+        return Forked(command[2:], env) if Path(command[1]).name == "train.py" else subprocess.Popen(command, env=env)
+
+    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(Popen=start))
 
 
 @pytest.fixture(autouse=True)

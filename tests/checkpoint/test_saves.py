@@ -460,8 +460,9 @@ def save_slowly(folder: str) -> None:
         writer = CheckpointWriter(config, STARTS, Mock()) if ranks.is_main else None
         saves = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
         real = torch.save
-        torch.save = lambda *args: (time.sleep(5), real(*args))
+        torch.save = lambda *args: (time.sleep(4), real(*args))
         saves.save(1, lambda: run_content(1), [])
+        torch.save = real
         saves.save(2, lambda: run_content(2), [])
         assert saves.is_saved(2)
 

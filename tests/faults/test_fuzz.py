@@ -282,16 +282,16 @@ class Reader(NamedTuple):
 
 
 def shard(name: str, header: int | None) -> Reader:
-    return Reader(partial(mutate, header=header), partial(see_shard, name), 300, accepts=True, named=name)
+    return Reader(partial(mutate, header=header), partial(see_shard, name), 100, accepts=True, named=name)
 
 
 READERS = {
     "x_train_000000.npy": shard("x_train_000000.npy", 128),
     "x_train_000000.bin": shard("x_train_000000.bin", 16),
     "train.bin": shard("train.bin", None),  # some changes are other tokens, within the vocabulary
-    "alone/latest.pt": Reader(mutate, see_checkpoint, 200, accepts=True, named="alone/latest.pt: "),
+    "alone/latest.pt": Reader(mutate, see_checkpoint, 80, accepts=True, named="alone/latest.pt: "),
     "alone/latest.pt, rezipped": Reader(rezipped, see_checkpoint, 30, accepts=True, named="alone/latest.pt: "),
-    "made.toml": Reader(of_toml, lambda: parse_args(["--config", "made.toml"]), 100, accepts=True),
+    "made.toml": Reader(of_toml, lambda: parse_args(["--config", "made.toml"]), 40, accepts=True),
     "checkpoints/metrics.jsonl": Reader(of_a_line, see_log, accepts=True, refuses=False),  # broken lines are skipped
     "checkpoints/status.json": Reader(of_json, lambda: (read_status(Path("checkpoints")), see_monitor())),
     "checkpoints/run.json": Reader(of_json, lambda: read_run(Path("checkpoints"))),
@@ -303,7 +303,7 @@ READERS = {
     "mirror/index.json": Reader(of_json, lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))]),
     "prepared/manifest.json": Reader(of_json, see_prepared),
     "rows.jsonl": Reader(of_json, lambda: load_hellaswag("rows.jsonl")),
-    "bundle/core.yaml": Reader(of_yaml, lambda: load_core("bundle"), 100, accepts=True),
+    "bundle/core.yaml": Reader(of_yaml, lambda: load_core("bundle"), 40, accepts=True),
     TASK: Reader(of_a_line, lambda: load_core("bundle")),
     "prediction.json": Reader(of_json, see_prediction, 100, accepts=True),
     "bundle/eval_meta_data.csv": Reader(mutate, lambda: load_core("bundle")),

@@ -35,7 +35,7 @@ def save_in_progress(name: str, since_ns: int) -> bool:
 
 
 # The last step of each part, and its mixture: a source comes back, and one is new.
-ONE_MIXTURE, SHORT_PART = ((("--max_steps", steps, "--data_dir", "data"),) for steps in ("100", "40"))
+ONE_MIXTURE = (("--max_steps", "100", "--data_dir", "data"),)
 CHANGES_TWICE = tuple(
     ("--max_steps", last, "--mix", mix, "--allow_changes")
     for last, mix in (("30", "a:7,b:3"), ("60", "b:1,c:1"), ("100", "a:1,b:4,c:2"))
@@ -113,13 +113,13 @@ def sources(workdir) -> None:
         write_data(Path(name), num_tokens=(200, 900 + 100 * seed), seed=seed)
 
 
-def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "", fast: bool = False):
+def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = ""):
     """A row: kills of a run that `start` starts with some flags."""
-    return pytest.param(least, where, start, parts, id=id or where, marks=() if fast else pytest.mark.storm)
+    return pytest.param(least, where, start, parts, id=id or where)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [
-    case(3, "1 rank", run_on(1), SHORT_PART, id="a few", fast=True),
     case(35, "1 rank", run_on(1)),
     case(35, "1 rank", run_on(1, *MODERN), id="1 rank, modern"),
     case(15, "2 ranks", run_on(2)),
@@ -134,6 +134,7 @@ def test_kill_at_random_instants(sources, least, where, start, parts, record_pro
     assert phase_of(load("run0/latest.pt")["launches"]).number == len(parts) - 1
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [
     case(50, "1, 2 or 4 ranks", hopping()),
     case(5, "1, 2 or 4 ranks", hopping(*MODERN), id="modern"),

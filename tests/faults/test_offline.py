@@ -48,10 +48,9 @@ def test_training_continues_without_samples_and_hellaswag(failing_network):
     assert load("run/latest.pt")["step"] == 8
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_continues_without_hellaswag(failing_network, ranks):
+def test_training_continues_without_hellaswag(failing_network):
     flags = ("--hellaswag_freq", "4", "--sample_freq", "4", *folders("run"))
-    text = run_to_end(*flags, ranks=ranks, faults=[failing_network])
+    text = run_to_end(*flags, ranks=2, faults=[failing_network])
     assert text.count("warning: ") == 1  # not at each step
     assert text.count("sample:") == 2
     assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: no answer (" in text

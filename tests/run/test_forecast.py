@@ -133,6 +133,7 @@ def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, mo
     assert sorted(workdir.rglob("*")) == before
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
 def test_evaluations_of_a_preset_cost_at_most_3_percent(preset, tmp_path, monkeypatch, capsys):
     """Of training on one process, on FineWeb-Edu where the preset does not say how long it trains."""

@@ -59,7 +59,7 @@ def allocated_bytes(config: TrainConfig) -> int:
 
 
 @pytest.mark.parametrize("flags", [
-    "", "--loss_chunk_size 512 --activation_checkpointing", "--dropout 0.1",
+    "--loss_chunk_size 512 --activation_checkpointing",
     "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off",
     "--norm rmsnorm_no_weight --activation relu2 --logit_softcap 15 --num_kv_heads 1 --rotary_pct 1 --num_layers 7",
     "--parallel_residual on --context_length 256 --mini_batch_size 4", "--precision fp32 --dropout 0.1",
