@@ -376,6 +376,7 @@ def test_a_missing_package_is_named(url, package, monkeypatch):
     refused(f"--source {url}", f"^{url}: needs a package that is not installed; pip install {package}$")
 
 
+@pytest.mark.storm
 @of_s3
 def test_sigterm_ends_a_preparation_and_the_same_command_continues(bucket, local_shards):
     flags = f"--source {bucket.url}/*.npz --tokenizer bytes --num_workers 1 --out out {OF_STORE}".split()

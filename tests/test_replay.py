@@ -180,7 +180,7 @@ def test_only_recorded_steps_are_compared(replayed):
 def train_on_ranks(folder: Path, path: str) -> int:
     os.chdir(folder)
     os.environ["PATH"] = path  # the server of forked processes may be older than the test
-    return run_here("--max_steps", "100", *EVERY_2, "--keep_checkpoints", "99")
+    return run_here("--max_steps", "12", *EVERY_2, "--keep_checkpoints", "99")
 
 
 def test_a_run_on_two_ranks_is_replayed_on_two(replayed, workdir):

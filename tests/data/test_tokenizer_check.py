@@ -84,19 +84,19 @@ def outcome(content: dict, choice: random.Random) -> str:
 def test_merges_that_are_accepted_without_any_text_give_the_ids_of_the_library(monkeypatch):
     monkeypatch.setattr(tokenizer_check, "_hard_texts", lambda _: [])
     outcomes = []
-    for seed in range(150):
+    for seed in range(75):
         choice = random.Random(seed)
         content = random_tokenizer(r"[a-d]+|[\s\S]", choice)
         change_merges(content, choice)
         outcomes.append(outcome(content, choice))
-    assert 30 < outcomes.count("") < 120
+    assert 15 < outcomes.count("") < 60
 
 
 def test_random_files_are_refused_or_give_the_ids_of_the_library():
     outcomes = []
-    for seed in range(24):
+    for seed in range(12):
         choice = random.Random(seed)
         content = random_tokenizer(random_pattern(choice), choice)
         change_the_rest(content, choice)
         outcomes.append(outcome(content, choice))
-    assert 5 < outcomes.count("") < 19
+    assert 2 < outcomes.count("") < 10
