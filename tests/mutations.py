@@ -3,9 +3,10 @@
     python -m tests.mutations                      # all, some hours on two cores
     python -m tests.mutations --only durable       # those whose file or text contains this
     python -m tests.mutations --to mutations.json  # those that a file of results lacks; adds them to it
+    python -m tests.mutations --most 5             # up to five tests or more that notice each: how many may go
 
 Each mutation replaces a text that occurs once in a file of a copy of the project, and runs the tests that are most
-likely to notice, then all others, up to the first failure. A mutation that no test of the fast suite notices has
+likely to notice, then all others, up to the first failure or --most of them. A mutation that no fast test notices has
 escaped. Some cannot be noticed on a CPU, and are not in the list.
 """
 
@@ -210,15 +211,16 @@ def name_of(mutation: Mutation) -> str:
     return f"{mutation.file}: {mutation.old} -> {mutation.new}"
 
 
-def run(mutation: Mutation, folder: Path, only_likely: bool) -> tuple[str, float]:
-    """Return the first test that notices a mutation of the copy in a folder, "" if none does, and the seconds."""
+def run(mutation: Mutation, folder: Path, only_likely: bool, most: int) -> tuple[list[str], float]:
+    """Return the tests that notice a mutation of the copy in a folder, `most` or some more of them, and the seconds."""
     path, start_s = folder / mutation.file, time.monotonic()
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new))
-    likely = [f"tests/{name}.py" for name in mutation.tests.split() if (folder / f"tests/{name}.py").exists()]
+    likely = [f"tests/{name}.py" for name in mutation.tests.split()]
+    found: list[str] = []
     try:
         for tests in (likely, ["tests"])[: 1 if only_likely else 2]:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+            command = [sys.executable, "-m", "pytest", f"--maxfail={most}", "-q", "-p", "no:cacheprovider", *tests]
             command += ["-n", "2", "--dist", "worksteal"] * (tests == ["tests"])
             try:
                 done = subprocess.run(
@@ -226,11 +228,14 @@ def run(mutation: Mutation, folder: Path, only_likely: bool) -> tuple[str, float
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return "a test that waits forever", time.monotonic() - start_s
-            if done.returncode:
-                found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                return found[1] if found else f"exit status {done.returncode}", time.monotonic() - start_s
-        return "", time.monotonic() - start_s
+                return [*found, "a test that waits forever"], time.monotonic() - start_s
+            failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+            if done.returncode and not failed:
+                failed = [f"exit status {done.returncode}"]
+            found += [test for test in failed if test not in found]
+            if len(found) >= most:
+                break
+        return found, time.monotonic() - start_s
     finally:
         path.write_text(text)
 
@@ -239,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the mutations whose file or text contains this")
     parser.add_argument("--likely", action="store_true", help="run only the tests most likely to notice")
+    parser.add_argument("--most", type=int, default=1, help="tests after which a mutation is left")
     parser.add_argument("--jobs", type=int, default=2, help="mutations at the same time")
     parser.add_argument("--to", help="a JSON file of results")
     args = parser.parse_args()
@@ -252,22 +258,23 @@ def main() -> None:
             subprocess.run(["git", "clone", "-q", REPO, folders[-1]], check=True)
         free = list(folders)
 
-        def judge(mutation: Mutation) -> tuple[str, float]:
+        def judge(mutation: Mutation) -> tuple[list[str], float]:
             folder = free.pop()
             try:
-                return run(mutation, folder, args.likely)
+                return run(mutation, folder, args.likely, args.most)
             finally:
                 free.append(folder)
 
         judged = {pool.submit(judge, mutation): mutation for mutation in chosen}
         for number, future in enumerate(as_completed(judged), start=1):
-            mutation, (test, seconds) = judged[future], future.result()
-            results[name_of(mutation)] = test
-            print(f"{number} of {len(chosen)}, {seconds:.0f} s: {mutation.file}: {mutation.old[:60]!r}: "
-                  f"{test or 'ESCAPED'}", flush=True)  # fmt: skip
+            mutation, (tests, seconds) = judged[future], future.result()
+            results[name_of(mutation)] = tests
+            noticed = f"{len(tests)}, first {tests[0]}" if tests else "ESCAPED"
+            print(f"{number} of {len(chosen)}, {seconds:.0f} s: {mutation.file}: {mutation.old[:60]!r}: {noticed}",
+                  flush=True)  # fmt: skip
             if args.to:
                 Path(args.to).write_text(json.dumps(results, indent=1))
-    escaped = [name for name, test in results.items() if not test]
+    escaped = [name for name, tests in results.items() if not tests]
     print(f"{len(results) - len(escaped)} of {len(results)} mutations are noticed; escaped:", *escaped, sep="\n  ")
 
 

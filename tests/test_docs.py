@@ -2,9 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,20 +37,6 @@ def test_ratios_have_their_range_and_are_those_of_the_results():
         assert ratio.startswith("equal: ") == (low <= 1 <= high), ratio
 
 
-def counts(results: str) -> Counter:
-    """Return outcome -> number of tests, as a text such as "3 passed, 1 skipped" says."""
-    return Counter({outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|skipped|failed)", results)})
-
-
-def test_the_header_of_the_fault_storm_counts_at_least_its_largest_row():
-    """A test may be in several rows, and the storm runs further ones."""
-    lines = text("docs/RELIABILITY.md").splitlines()
-    [header] = [line for line in lines if line.startswith("Last complete run: ")]
-    rows = [counts(line.split("|")[-2]) for line in lines if line.startswith("|") and ".py::" in line]
-    assert counts(header)["passed"] >= max(row["passed"] for row in rows)
-    assert all(set(row) <= {"passed", "skipped"} for row in rows), "a fault was not as promised"
-
-
 def names_in(paths: Iterable[Path]) -> set[str]:
     names = ((path, name) for path in paths for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
     return {f"{path.name}::{name}" for path, name in names}
@@ -77,23 +60,6 @@ def test_the_page_of_options_has_those_of_today():
     assert options_page.with_tables(text("docs/options.md")) == text("docs/options.md"), (
         "python -m scripts.options_page"
     )
-
-
-def test_the_check_of_the_site_prints_what_is_broken_and_nothing_else(tmp_path):
-    """The line of scripts/test.sh, in a copy of the pages with two broken links."""
-    pytest.importorskip("material")
-    [check] = [line for line in text("scripts/test.sh").splitlines() if "mkdocs build" in line]
-    for folder in ("docs", "scripts"):
-        shutil.copytree(REPO / folder, tmp_path / folder)
-    shutil.copy(REPO / "mkdocs.yml", tmp_path)
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/bin").symlink_to(REPO / ".venv/bin")
-    with open(tmp_path / "docs/index.md", "a") as page:
-        page.write("\n[page](nowhere.md), [part](data.md#nowhere)\n")
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", check], cwd=tmp_path, capture_output=True, text=True)
-    first, second = [line for line in done.stdout.splitlines() if line.startswith(("WARNING", "ERROR"))]
-    assert "nowhere.md" in first and "does not contain an anchor '#nowhere'" in second
-    assert done.returncode != 0 and "Aborted with 2 warnings" in done.stdout
 
 
 def test_messages_that_the_page_of_troubleshooting_quotes_are_said():
