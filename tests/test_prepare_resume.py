@@ -113,3 +113,11 @@ def test_a_finished_tokenizer_is_not_trained_again(sources, monkeypatch):
     prepare("bytes", "stopped", TRAINED)
     assert trained.call_count == 2  # once in each folder
     assert files_of("stopped") == files_of("whole")
+
+
+def test_a_tokenizer_of_other_files_is_trained_again(sources):
+    prepare_stopped("lines.jsonl", "stopped", TRAINED, at="print_forecast")
+    write_rows("lines.jsonl", [text.upper() for text in TEXTS])
+    prepare("lines.jsonl", "stopped", TRAINED)
+    prepare("lines.jsonl", "whole", TRAINED)
+    assert files_of("stopped") == files_of("whole")
