@@ -36,7 +36,8 @@ storm = pytest.mark.storm
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Retry at once, and only in our code."""
+    """Retry almost at once, and only in our code."""
+    monkeypatch.setattr("steadygpt.base.retry.sleep", lambda seconds: time.sleep(min(seconds, 0.05)))
     monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
