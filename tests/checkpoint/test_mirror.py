@@ -198,7 +198,7 @@ def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
         first.roll(step)
     assert first.uploaded() == {"latest.pt": 3, "latest_backup.pt": 1} | rolling(3, 1)
     _, warning = first.reports()
-    assert warning.startswith("uploads have stopped: file://") and "a later launch, of the run name of" in warning
+    assert warning.startswith("uploads have stopped: file://")
     second.save(6)
     assert second.uploaded()["latest.pt"] == 6
 
