@@ -151,7 +151,7 @@ def test_version_is_one_line_with_the_commit(main, capsys):
         main(["--version"])
     out, err = capsys.readouterr()
     commit = f", commit {git_commit()[:12]}" if git_commit() else ""
-    assert (ended.value.code, err) == (None, "")
+    assert not ended.value.code and not err  # None, or 0 after W&B has replaced sys.exit
     assert out.rstrip("+\n") == f"SteadyGPT {__version__}{commit}" and out.count("\n") == 1
 
 
