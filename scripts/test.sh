@@ -18,4 +18,6 @@ else
   .venv/bin/mypy
   tests="not pages and not storm"
 fi
-exec .venv/bin/python -m pytest -q -n 4 --dist worksteal --durations=10 -m "$tests" "$@"
+# A worker more than there are cores, because tests also wait; each takes a GB and ten seconds to start.
+workers=$(($(nproc) < 7 ? $(nproc) + 1 : 8))
+exec .venv/bin/python -m pytest -q -n "$workers" --dist worksteal --durations=10 -m "$tests" "$@"

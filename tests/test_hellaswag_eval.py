@@ -141,7 +141,7 @@ def test_prompts_begin_a_document_after_answered_examples():
 def test_close_calls_in_bf16_are_scored_again_in_fp32(model, tmp_path):
     write_bundle(tmp_path, rows=12)
     core = [question for task in load_core(str(tmp_path)) for question in questions_of(task)]
-    questions = [*questions_of(hellaswag(count=200)), *core]
+    questions = [*questions_of(hellaswag(count=80)), *core]
     exact = score(model, questions, CPU)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = score(model, questions, CPU)

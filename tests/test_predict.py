@@ -1,12 +1,15 @@
 """predict.py: the extrapolated losses, the command that it prints, and the runs that it refuses."""
 
+import contextlib
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import folders, run_here, write_data
+from harness import continue_here
 
 import predict
 import train
@@ -23,13 +26,26 @@ def train_width(name: str, *flags: str, width: str = "") -> None:
     assert run_here("--eval_freq", "2", *shape, *folders(name), *flags) == 0
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Finished runs in narrow/ and wide/, and their data."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_data(folder / "data")
+    with contextlib.chdir(folder):
+        train_width("narrow")
+        train_width("wide")
+    return folder
+
+
 @pytest.fixture
-def narrower(workdir, capsys) -> Path:
-    """Finished runs in narrow/ and wide/."""
-    train_width("narrow")
-    train_width("wide")
+def narrower(trained, tmp_path, monkeypatch, capsys) -> Path:
+    """Copies of the runs, in the working directory."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("narrow", "wide"):
+        continue_here(Path(name))
     capsys.readouterr()
-    return workdir
+    return tmp_path
 
 
 def test_a_power_of_size_is_continued_at_each_step_that_both_have_validated():

@@ -267,7 +267,7 @@ FAULTS = {
     ),
     "unavailable": ({"times": 7, "status": 503}, "HTTP 503 Service Unavailable"),
     "slow down": ({"times": 7, "status": 429, "headers": {"Retry-After": "1"}}, "HTTP 429 Too Many Requests"),
-    "stall": ({"times": 7, "stall_after": 0, "stall_s": 3}, "Timeout"),
+    "stall": ({"times": 3, "stall_after": 0, "stall_s": 3}, "Timeout"),
 }
 
 FAST = {("s3", "stall"), ("hub", "reset")}  # the others are in the fault storm

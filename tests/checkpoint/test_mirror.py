@@ -210,7 +210,7 @@ def test_of_two_starts_of_one_run_only_the_last_uploads(saver_in):
 @pytest.mark.parametrize(("match", "fault"), [
     pytest.param("PUT .*/step_", {"drop_after": 0}, id="the connection reset"),
     pytest.param("(PUT|POST) ", {"status": 500}, id="server errors", marks=storm),
-    pytest.param("PUT .*index.json", {"status": 403}, id="the index refused"),
+    pytest.param("PUT .*index.json", {"status": 403}, id="the index refused", marks=storm),
     pytest.param("PUT .*/step_", {"status": 403}, id="the checkpoint refused", marks=storm),
     pytest.param("PUT .*/step_", {"drop_after": 1000}, id="cut off half-way", marks=storm),
     pytest.param("(PUT|POST) ", {"status": 503}, id="slow down", marks=storm),

@@ -467,6 +467,7 @@ def save_slowly(folder: str) -> None:
         assert saves.is_saved(2)
 
 
+@pytest.mark.storm
 def test_ranks_wait_for_a_save_that_takes_longer_than_timeout_minutes(tmp_path):
     """3 s here: rank 0 writes, and a collective that waits for it would end the others."""
     in_ranks(2, save_slowly, str(tmp_path))

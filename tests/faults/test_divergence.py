@@ -74,7 +74,10 @@ def test_all_ranks_skip_a_bad_step(workdir):
         assert None in (metrics("run", "loss")[step], metrics("run", "grad_norm")[step])  # JSON has no NaN
 
 
-@pytest.mark.parametrize("flags", [(), ("--max_lr", "1.5e-4"), ("--precision", "bf16")], ids=["fp32", "max_lr", "bf16"])
+@pytest.mark.parametrize("flags", [
+    pytest.param((), id="fp32"), pytest.param(("--max_lr", "1.5e-4"), id="max_lr"),
+    pytest.param(("--precision", "bf16"), id="bf16", marks=pytest.mark.storm),
+])  # fmt: skip
 def test_the_commands_suggested_after_bad_steps_work(trained, flags):
     status, text = trained(*flags, "--max_bad_steps", "3", faults=[nan_from_4])
     assert status == 1

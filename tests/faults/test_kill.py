@@ -224,7 +224,7 @@ def test_a_save_makes_these_calls_in_this_order(short_run):
 
 
 @pytest.mark.parametrize(
-    "call", [pytest.param(n, marks=() if n % 5 == 0 else pytest.mark.storm) for n in range(len(CALLS) + 12)]
+    "call", [pytest.param(n, marks=() if n % 7 == 0 else pytest.mark.storm) for n in range(len(CALLS) + 12)]
 )
 def test_kill_at_each_call_of_a_save(short_run, call):
     name = f"killed{call}"

@@ -178,7 +178,7 @@ def test_preparing_survives_kills_at_random_instants(where, flags, kills, stages
 # Ctrl-C, disks, the exit status
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=storm if mode == "in the cache" else ()) for mode in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "in place" else storm) for mode in MODES])
 def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
     if mode == "in the cache":
         finish(f"{OF_HUB} --keep_download", "filling-the-cache")

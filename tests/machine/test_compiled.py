@@ -83,5 +83,6 @@ def compile_shards() -> None:
             torch._dynamo.reset()
 
 
+@pytest.mark.storm
 def test_sharded_models_compile_their_blocks_and_the_loss_in_chunks():
     in_ranks(1, compile_shards)

@@ -71,7 +71,7 @@ def test_every_byte_that_arrives_restores_the_patience(repo, standin, clock, cap
     assert {line.rpartition("; ")[2] for line in retries(capsys)} == {"retrying in 1 s"}
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8),
     drops=st.lists(st.integers(0, 200_000), max_size=4),
