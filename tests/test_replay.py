@@ -183,6 +183,7 @@ def train_on_ranks(folder: Path, path: str) -> int:
     return run_here("--max_steps", "12", *EVERY_2, "--keep_checkpoints", "99")
 
 
+@pytest.mark.storm  # torchrun's second start takes most of ten seconds
 def test_a_run_on_two_ranks_is_replayed_on_two(replayed, workdir):
     need_gpus(2)
     in_ranks(2, train_on_ranks, workdir, os.environ["PATH"])

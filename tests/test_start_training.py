@@ -166,6 +166,7 @@ def test_a_folder_in_which_a_run_is_training_is_refused(script):
     assert not Path("run/console.txt").exists()
 
 
+@pytest.mark.pages  # the other tests have a stand-in for it, and this one takes seconds
 def test_a_plan_of_the_real_trainer(workdir):
     done = run(REPO / "start_training.sh", *TINY, "--dry_run")
     assert done.returncode == 0 and re.search(r"^steps +8, each of 64 tokens", done.stdout, re.MULTILINE)

@@ -327,15 +327,16 @@ def resumed(capsys) -> str:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
 
 
-def test_lost_machine_loses_nothing(s3, workdir, monkeypatch, capsys):
-    monkeypatch.setenv("URL", f"{s3.url}/run")
+@pytest.mark.parametrize("where", ["url", pytest.param("s3_url", marks=storm)])
+def test_lost_machine_loses_nothing(where, request, monkeypatch, capsys):
+    url = request.getfixturevalue(where)
     tell(f"start reference {FLAGS}")
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", train.train_step)  # so that it is restored
         signal_at(6, rank=0)
         tell(FIRST)
     tell(f"start two {FLAGS} --resume latest --mirror $URL")
-    assert resumed(capsys) == f"resumed      from two/latest.pt (restored from {s3.url}/run) at step 6"
+    assert resumed(capsys) == f"resumed      from two/latest.pt (restored from {url}) at step 6"
     assert_same_state(load("two/latest.pt"), load("reference/latest.pt"))
     for key in ("loss", "val_loss"):
         assert metrics("two", key) == metrics("reference", key)
@@ -498,6 +499,7 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(s3_url, monkeypatch, caps
     assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
 
 
+@storm
 def test_unreachable_mirror(s3_url, capsys, monkeypatch):
     tell(f"{FIRST} --max_steps 4\n{GONE}")
     before = {*threading.enumerate()}
