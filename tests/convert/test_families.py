@@ -61,7 +61,7 @@ def gpt2_and_gpt_neox(draw) -> GPTConfig:
 @st.composite
 def llama_qwen3_and_nanochat(draw) -> GPTConfig:
     kind, kv_heads, group = draw(st.sampled_from(list(SHAPES))), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    head_dim, width = draw(st.sampled_from([0, 2, 6])), kv_heads * group * draw(st.sampled_from([4, 8]))
+    head_dim, width = draw(st.sampled_from([0, 6, 10])), kv_heads * group * draw(st.sampled_from([4, 8]))
     width += head_dim > 0 and kind != "llama"  # heads need not divide it
     shape = SHAPES[kind] | {name: draw(values) for name, values in SIZES.items()} | {"rotary_base": draw(BASES)}
     shape |= {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": head_dim, "embd_size": width}
