@@ -338,6 +338,7 @@ LOG_IN = {"s3": "set AWS_ACCESS_KEY_ID", "gs": "run `gcloud auth application-def
 DENIED = r"/\S+: access denied .*; check the URL, or {log_in}"
 
 
+@pytest.mark.parametrize("store", ["s3", pytest.param("gcs", marks=pytest.mark.storm)], indirect=True)
 def test_mistakes_and_a_store_that_refuses_or_never_answers_are_reported_in_one_line(bucket, monkeypatch, capsys):
     url = bucket.url
     for flags, message in (

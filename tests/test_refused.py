@@ -413,6 +413,7 @@ def test_a_process_ends_with_one_line_whatever_kind_of_error_it_is(place, flags,
     assert said in refusal(*flags.split(), ranks=ranks)
 
 
+@pytest.mark.storm
 def test_shards_changed_since_the_checkpoint_are_refused_on_all_ranks(place):
     changed("train")()
     before = contents()

@@ -15,7 +15,8 @@ from harness import Run, assert_resumes, continue_here
 from injected import signal_at
 
 
-@pytest.mark.parametrize(("steps", "freq"), [(200, 10), pytest.param(5000, 25, marks=pytest.mark.storm)])
+@pytest.mark.storm
+@pytest.mark.parametrize(("steps", "freq"), [(200, 10), (5000, 25)])
 def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
     """Compare the two halves of the run after its first fifth; shards in the page cache are not counted."""
     flags = ("--max_steps", str(steps), "--checkpoint_freq", str(freq), "--total_batch_size", "32", "--log_freq", "100")

@@ -78,7 +78,7 @@ def die(rank: int) -> None:
 
 @pytest.mark.parametrize(("which", "ranks"), [
     ("rolling_step_000006.pt", 1),
-    ("latest_backup.pt", 2),
+    pytest.param("latest_backup.pt", 2, marks=pytest.mark.storm),
     pytest.param("rolling_step_000006.pt", 2, marks=pytest.mark.storm),
     pytest.param("latest_backup.pt", 1, marks=pytest.mark.storm),
 ])  # fmt: skip
@@ -94,12 +94,13 @@ def test_a_kill_before_the_first_save_does_not_undo_a_choice_to_go_back(copied_r
         assert_equals_reference(name)
 
 
-def test_resume_is_refused_if_all_files_are_damaged(copied_run):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.storm)])
+def test_resume_is_refused_if_all_files_are_damaged(copied_run, ranks):
     name, folder = copied_run
     for file in folder.glob("*.pt"):
         damage(file, "one bit")
     before = content(name)
-    message = refusal(*FLAGS, *folders(name), "--resume", "latest", ranks=2)
+    message = refusal(*FLAGS, *folders(name), "--resume", "latest", ranks=ranks)
     assert f"{folder}: all checkpoints are corrupt: " in message
     assert all(file in message for file in ORDER)
     assert content(name) == before

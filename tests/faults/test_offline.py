@@ -58,7 +58,7 @@ def test_training_continues_without_hellaswag(failing_network):
     assert "finished after 8 steps" in text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.storm), 1])
 def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
     flags = ("--sample_freq", "4", "--hellaswag_freq", "4", "--timeout_minutes", "1")
     text = run_to_end(*flags, *folders("run"), ranks=2, faults=[partial(no_tokenizer, rank)])
@@ -67,9 +67,10 @@ def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
 
 
 @pytest.mark.parametrize(("program", "flags", "words"), [
-    ("prepare_dataset", "--source text.txt --tokenizer r50k_base", r"'r50k_base' could not be .*--tokenizer bytes"),
+    pytest.param("prepare_dataset", "--source text.txt --tokenizer r50k_base",
+                 r"'r50k_base' could not be .*--tokenizer bytes", marks=pytest.mark.storm),
     ("prepare_dataset", "--source hf:some/corpus --tokenizer bytes", r"hf:some/corpus: no answer \(.*then run this"),
-    ("train", "--init_from gpt2 --data_dir data", "gpt2.*network"),
+    pytest.param("train", "--init_from gpt2 --data_dir data", "gpt2.*network", marks=pytest.mark.storm),
 ])  # fmt: skip
 def test_commands_that_need_a_download_are_refused(program, flags, words, failing_network):
     Path("text.txt").write_text("some text")

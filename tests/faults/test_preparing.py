@@ -199,7 +199,7 @@ def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
 
 @pytest.mark.parametrize(("flags", "out", "cache", "files"), [
     # while a shard is written, or the cache grows
-    pytest.param("", "run/out", "hf", ("npy.tmp", "run/out"), id="in place"),
+    pytest.param("", "run/out", "hf", ("npy.tmp", "run/out"), id="in place", marks=storm),
     pytest.param("--keep_download", "out", "run/hf", ("datasets--some--corpus",), id="downloading", marks=storm),
 ])  # fmt: skip
 def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(flags, out, cache, files, reference, small_disk):  # noqa: F811
