@@ -327,7 +327,14 @@ def resumed(capsys) -> str:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
 
 
-@pytest.mark.parametrize("where", ["url", pytest.param("s3_url", marks=storm)])
+@pytest.fixture
+def gcs_url(gcs, url, monkeypatch) -> str:
+    """The same in the other store."""
+    monkeypatch.setenv("URL", f"{gcs.url}/run")
+    return f"{gcs.url}/run"
+
+
+@pytest.mark.parametrize("where", ["url", pytest.param("s3_url", marks=storm), pytest.param("gcs_url", marks=storm)])
 def test_lost_machine_loses_nothing(where, request, monkeypatch, capsys):
     url = request.getfixturevalue(where)
     tell(f"start reference {FLAGS}")
