@@ -1,4 +1,6 @@
-"""A pytest plugin (-p record) that writes the results of a test session into the table of docs/RELIABILITY.md."""
+"""A pytest plugin (-p record) that chooses the tests of the fault storm: those that the table of docs/RELIABILITY.md
+names, and those that nothing else runs. It writes their results into the table.
+"""
 
 import collections
 import os
@@ -17,8 +19,23 @@ counts: dict[str, collections.Counter] = collections.defaultdict(collections.Cou
 started_s = time.monotonic()
 
 
+def name_of(nodeid: str) -> str:
+    """Return the name that the table has for a test, which has no folder and no case."""
+    return re.sub(r"^.*/|\[.*", "", nodeid)
+
+
+def pytest_collection_modifyitems(config, items):
+    named = set(TEST.findall(TABLE.read_text()))
+    kept, others = [], []
+    for item in items:
+        is_chosen = item.get_closest_marker("storm") or name_of(item.nodeid) in named
+        (kept if is_chosen else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
 def pytest_runtest_logreport(report):
-    test = re.sub(r"^.*/|\[.*", "", report.nodeid)
+    test = name_of(report.nodeid)
     if report.when == "call" or report.outcome != "passed":
         outcomes[test][report.outcome] += 1
     if report.when == "call":
