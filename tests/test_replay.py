@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import MODERN, TINY, fork, in_ranks, load, metrics, need_gpus, run_here, write_data
+from harness import run_program
 from injected import acting_here, do_in_step
 
 import replay
 import train
 from replay import AS_RECORDED, main
 from steadygpt import git_commit
-from steadygpt.base.options import UserError, run_cli
+from steadygpt.base.options import UserError
 from steadygpt.base.text import counted
 
 EVERY_2 = ("--checkpoint_freq", "2")
@@ -31,7 +32,7 @@ class Forked:
     """In place of subprocess.Popen for train.py: a process that has already imported torch."""
 
     def __init__(self, flags: Sequence[str], env: dict[str, str]):
-        self.process = fork(train_in, os.getcwd(), dict(env), flags)
+        self.process = fork(run_program, "train", flags, dict(env), os.getcwd(), os.devnull, 0, ())
         self.pid, self.terminate = self.process.pid, self.process.terminate
 
     def poll(self) -> int | None:
@@ -40,12 +41,6 @@ class Forked:
     def wait(self) -> int:
         self.process.join()
         return self.process.exitcode
-
-
-def train_in(folder: str, env: dict[str, str], flags: Sequence[str]) -> None:
-    os.chdir(folder)
-    os.environ.update(env)
-    run_cli(lambda: train.main(flags))
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ class Run:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
             environments = [address | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
         self.ranks = [
-            fork(_rank, program, [*tiny, *flags], environment, os.getcwd(), self.out, rank, faults)
+            fork(run_program, program, [*tiny, *flags], environment, os.getcwd(), self.out, rank, faults)
             for rank, environment in enumerate(environments)
         ]
 
@@ -197,9 +197,10 @@ def assert_resumes(name: str, *flags: str, ranks: int = 1, measured: Sequence[st
     assert_equals_reference(name, *measured)
 
 
-def _rank(
-    program: str, argv: list[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]
+def run_program(
+    program: str, argv: Sequence[str], environment: dict, cwd: str, out: Path, rank: int, faults: Sequence[Callable]
 ) -> None:
+    """Run a program in this forked process; its output is appended to the file `out`, which exists."""
     _restore_sighup()
     os.chdir(cwd)
     os.environ.update(environment)
