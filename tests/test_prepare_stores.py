@@ -33,7 +33,6 @@ HUB_FILES = corpus(TEXTS)
 OF_HUB = "--val_tokens 0 --shard_size 80000 --name texts"
 FINE = "--val_tokens 0 --shard_size 30000"
 CORPUS_PART = "hf:some/corpus:part"
-of_s3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
 IDS = np.random.default_rng(0).integers(0, 257, 48_000)
 STORE_FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 3))}
 OF_STORE = "--val_tokens 0 --shard_size 24000 --name ids"
@@ -83,7 +82,7 @@ def fill(store: Server, monkeypatch) -> Server:
 
 @pytest.fixture
 def bucket(store, tmp_path, monkeypatch) -> Server:
-    """A bucket with token ids of each kind in turn, and an empty working directory."""
+    """A bucket with token ids, and an empty working directory."""
     monkeypatch.chdir(tmp_path)
     return fill(store, monkeypatch)
 
@@ -304,23 +303,21 @@ def test_a_hub_that_is_gone_is_waited_for_or_told(mode, hub, local_shards, capsy
 # object stores
 
 
-def test_text_in_a_bucket_is_tokenized(s3, tmp_path, monkeypatch):
+def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    s3.put("text/a.jsonl", b'{"text": "first"}\n{"text": "second"}\n{"text": "third"}\n')
-    s3.put("text/.hidden/b.jsonl", b"{}")
-    s3.put("text/image.png", b"image")
-    prepare(f"{s3.url}/text")
+    store.put("text/a.jsonl", b'{"text": "first"}\n{"text": "second"}\n{"text": "third"}\n')
+    store.put("text/.hidden/b.jsonl", b"{}")
+    store.put("text/image.png", b"image")
+    prepare(f"{store.url}/text")
     assert ids_of() == ids_expected(["first", "second", "third"])
 
 
-@of_s3
 def test_a_file_that_changed_between_two_starts_is_found(bucket):
     prepare_stopped(f"{bucket.url}/*.npz", "out", OF_STORE, before=1)
     bucket.put("part1.npz", npz(np.savez, ids=IDS[:16_000]))  # of the same size
     refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: prepared with 3 files, .* but now found 3 files")
 
 
-@of_s3
 def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
     files = stores.Store.files
 
@@ -378,7 +375,6 @@ def test_a_missing_package_is_named(url, package, monkeypatch):
 
 
 @pytest.mark.storm
-@of_s3
 def test_sigterm_ends_a_preparation_and_the_same_command_continues(bucket, local_shards):
     flags = f"--source {bucket.url}/*.npz --tokenizer bytes --num_workers 1 --out out {OF_STORE}".split()
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]

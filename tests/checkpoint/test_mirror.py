@@ -327,13 +327,6 @@ def resumed(capsys) -> str:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed      from")][-1]
 
 
-@pytest.fixture
-def gcs_url(gcs, url, monkeypatch) -> str:
-    """The same in the other store."""
-    monkeypatch.setenv("URL", f"{gcs.url}/run")
-    return f"{gcs.url}/run"
-
-
 @pytest.mark.parametrize("where", ["url", pytest.param("s3_url", marks=storm), pytest.param("gcs_url", marks=storm)])
 def test_lost_machine_loses_nothing(where, request, monkeypatch, capsys):
     url = request.getfixturevalue(where)
@@ -488,6 +481,13 @@ def s3_url(s3, url, monkeypatch) -> str:
     monkeypatch.setenv("URL", f"{s3.url}/run")
     monkeypatch.setenv("THERE", s3.address)
     return f"{s3.url}/run"
+
+
+@pytest.fixture
+def gcs_url(gcs, url, monkeypatch) -> str:
+    """The mirror that stories call $URL, in Google's store."""
+    monkeypatch.setenv("URL", f"{gcs.url}/run")
+    return f"{gcs.url}/run"
 
 
 def test_run_that_waits_for_its_uploads_can_be_stopped(s3_url, monkeypatch, capsys):
