@@ -20,8 +20,8 @@ else
 fi
 # Thousands of small runs wait for the disk at each of their saves, unless there is memory for their folders.
 if [ "$(df --output=avail -B G /dev/shm 2>/dev/null | tr -dc 0-9)" -ge 4 ] 2>/dev/null; then
-    TMPDIR=$(mktemp -d -p /dev/shm) && export TMPDIR
-    trap 'rm -rf "$TMPDIR"' EXIT
+  TMPDIR=$(mktemp -d -p /dev/shm) && export TMPDIR
+  trap 'rm -rf "$TMPDIR"' EXIT
 fi
 export PYTHONPYCACHEPREFIX=$PWD/.venv/pycache PYTHONDONTWRITEBYTECODE=  # workers compile the tests once
 # A worker more than there are cores, because tests also wait; each takes a GB and ten seconds to start.
