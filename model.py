@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from steadygpt.choices import ACTIVATIONS, NORMS
 from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.attention import OPERATORS, attention
-from steadygpt.machine.loss import token_losses
+from steadygpt.machine.loss import linear_losses, softcapped, token_losses
 
 DEFAULT_OPTIONS = TrainConfig()
 
@@ -351,11 +351,7 @@ class GPT(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits (..., padded_vocab_size) of (..., C), before those of the padding are masked."""
-        logits = self.lm_head(self.ln_f(x))
-        cap = self.config.logit_softcap
-        if cap:
-            logits = cap * torch.tanh(logits.float() / cap)
-        return logits
+        return softcapped(self.lm_head(self.ln_f(x)), self.config.logit_softcap)
 
     def loss_terms(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute the loss: its terms by name, whose sum training minimizes, in the mean over the tokens.
@@ -369,8 +365,10 @@ class GPT(nn.Module):
 
         Returns: (N,) fp32 for each term.
         """
-        logits = self._logits(x)  # (N, padded_vocab_size); for other terms cut off the padding: [:, : vocab_size]
-        return {"loss": token_losses(logits, targets, self.config.vocab_size)}
+        # Where another term depends on the logits: logits = self._logits(x); token_losses(logits, targets, vocab_size).
+        config = self.config
+        weight = self.lm_head.weight
+        return {"loss": linear_losses(self.ln_f(x), weight, targets, config.vocab_size, config.logit_softcap)}
 
     def _loss_terms_in_chunks(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return loss_terms(), with the logits of loss_chunk_size tokens at a time, which backward recomputes.

@@ -105,6 +105,8 @@ def pytest_configure(config) -> None:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: this machine has no CUDA GPU that PyTorch can use")
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # products of fp32 numbers are exact enough to compare with a CPU's
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # runs kernels for GPUs here; read when Triton is imported
     os.environ[DEVICE] = device
     TINY[:] = tiny_flags(device)  # before the tests import it
 

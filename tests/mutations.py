@@ -52,6 +52,17 @@ MUTATIONS = [Mutation(*row) for row in (
     ("evaluation.py", "manual_seed(config.seed + state.step)", "manual_seed(config.seed)", "test_train"),
     ("guard.py", "micro_steps % micro_steps_of_each == 0",
      "micro_steps % micro_steps_of_each == 1", "faults/test_equal"),
+    # The loss.
+    ("steadygpt/machine/loss.py", "gradients.mT @ (x * factors).to(x.dtype)", "gradients.mT @ x", "machine/test_loss"),
+    ("steadygpt/machine/loss.py", "return 1024.0 if", "return 1.0 if", "machine/test_loss"),
+    ("steadygpt/machine/loss.py", "x = x.mul_(slope)", "pass", "machine/test_loss"),
+    ("steadygpt/machine/loss_kernel.py", "tl.where(columns < vocab_size, gradient, 0.0)",
+     "gradient", "machine/test_loss"),
+    ("steadygpt/machine/loss_kernel.py", 'tl.where(columns < vocab_size, x, -float("inf"))', "x", "machine/test_loss"),
+    ("steadygpt/machine/loss_kernel.py", "totals = totals * _exp(largest - larger) + _exp(x - larger)",
+     "totals += _exp(x - larger)", "machine/test_loss"),
+    ("steadygpt/machine/loss_kernel.py", "slope = scale * (1 - tanh * tanh)", "slope = scale", "machine/test_loss"),
+    ("steadygpt/machine/loss_kernel.py", 'tl.where(is_in_vocabulary, loss, float("inf"))', "loss", "machine/test_loss"),
     # Once escaped, or noticed by one test alone.
     ("optim.py", 'own.mul_(1 - group["lr"] * group["weight_decay"])', "pass", "test_optim"),
     ("optim.py", 'gradient.lerp(average, group["momentum"])', "average", "test_optim"),

@@ -125,7 +125,7 @@ def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda linear, *_: multiplied.update({linear.weight: linear}))
-    model(ids(1, 1), ids(1, 1))
+    model(ids(1, 1))
     sizes = {p: p.numel() - model._padding(name) * p.size(-1) for name, p in model.named_parameters()}
     attention = 12 * 3 * model.config.num_heads * model.config.head_size * 12
     products = sum(size for p, size in sizes.items() if p in multiplied or p.dim() == 1)

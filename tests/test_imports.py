@@ -102,7 +102,8 @@ def test_set_up_installs_what_the_commands_import():
     wanted = imported - ours - of_an_option - {*sys.stdlib_module_names}
     listed = re.findall(r"^([\w-]+)==", (REPO / "scripts/requirements.txt").read_text(), re.MULTILINE)
     missing = {name.replace("_", "-").replace("yaml", "pyyaml") for name in wanted} - {*listed}
-    assert missing <= {"fsspec", "pyarrow", "aiohttp", "tiktoken-ext"}, missing  # come with datasets and tiktoken
+    # These come with datasets, tiktoken, and PyTorch for GPUs, which alone needs Triton.
+    assert missing <= {"fsspec", "pyarrow", "aiohttp", "tiktoken-ext", "triton"}, missing
 
 
 def check_preloaded() -> None:

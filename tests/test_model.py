@@ -145,7 +145,7 @@ def test_the_loss_and_the_lead_of_tokens_are_those_of_their_logits():
 def test_loss_in_chunks_computes_logits_chunk_by_chunk(monkeypatch):
     model, sizes = small(), []
     model.loss_chunk_size = 5
-    model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
+    model.ln_f.register_forward_hook(lambda _, __, x: sizes.append(len(x)))
     model(ids(2, 12), ids(2, 12, seed=1))["loss"].mean().backward()
     assert sizes == [5, 5, 5, 5, 4, 4, 5, 5, 5, 5]  # forward, then recomputed in backward from last to first
 

@@ -53,7 +53,8 @@ OURS = r"""
     steadygpt/prepare/sources.py: self.remote[file].open()
 """
 ALLOWED = {line.partition("  #")[0].strip() for line in OURS.splitlines() if line.strip()}
-OBJECTS = {"Suite", "Manifest", "Expected", "run.saves", "manifest", "log", "self", "shards"}  # with methods so named
+# With methods so named.
+OBJECTS = {"Suite", "Manifest", "Expected", "run.saves", "manifest", "log", "self", "shards", "tl"}
 
 
 def calls_that_open():

@@ -1,12 +1,39 @@
-"""The loss beside cross_entropy of logits without padding."""
+"""The loss beside cross_entropy of logits without padding: in PyTorch's operators, and in the kernel for GPUs.
+
+Triton's interpreter runs the kernel on the CPU.
+"""
+
+import os
 
 import pytest
 import torch
+from conftest import DEVICE
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from steadygpt.machine.loss import token_losses
+from steadygpt.machine import loss
+from steadygpt.machine.loss import linear_losses, softcapped, token_losses
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# The relative distance to the next number.
+STEPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6, torch.float64: 1e-6}
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Compute losses and gradients in the kernel."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    if os.environ[DEVICE] != "cpu":
+        pytest.skip("test_on_device.py runs the kernel on a GPU")
+    monkeypatch.setattr(loss, "_has_kernel", lambda logits: logits.dtype != torch.float64)
+
+
+@pytest.fixture(params=["operators", "kernel"])
+def way(request):
+    """Compute them in both ways."""
+    if request.param == "kernel":
+        request.getfixturevalue("kernel")
 
 
 def examples(dtype: torch.dtype, scale: float = 3.0, vocab_size: int = 101, padded: int = 128):
@@ -31,17 +58,73 @@ def plain(logits, targets, vocab_size):
 
 @pytest.mark.parametrize(("scale", "offset"), [(0.01, 0.0), (3.0, 0.0), (100.0, 0.0), (3.0, 1e3), (3.0, -1e4)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_losses_and_gradients_equal_those_without_padding(dtype, scale, offset):
+def test_losses_and_gradients_equal_those_without_padding(way, dtype, scale, offset):
     """Were the largest logit and the log of the sum added up, an offset would round the result."""
     logits, targets = examples(dtype, scale)
     logits = (logits.detach() + offset).requires_grad_()
     losses, gradient = losses_and_gradient(token_losses, logits, targets, 101)
     expected, exact = losses_and_gradient(plain, logits.detach().double().requires_grad_(), targets, 101)
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
-    assert torch.allclose(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(losses.double(), expected, rtol=1e-6, atol=2e-6)
     assert gradient.dtype == dtype
-    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(dtype, 1e-6)  # to the next number of this dtype
-    assert torch.allclose(gradient.double(), exact, rtol=step, atol=1e-6)
+    # Rounded twice, and cut off rather than rounded by Triton's interpreter.
+    assert torch.allclose(gradient.double(), exact, rtol=3 * STEPS[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(
+    N=st.integers(1, 12), C=st.integers(1, 9), vocab_size=st.integers(1, 5000), padding=st.integers(0, 70),
+    seed=st.integers(0, 2**32), is_mean=st.booleans(),
+)  # fmt: skip
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.generate],  # a smaller example would take minutes in the interpreter
+)  # fmt: skip
+def test_gradients_of_a_linear_layer_are_those_of_its_losses(
+    way, dtype, softcap, N, C, vocab_size, padding, seed, is_mean
+):
+    """Whatever share each token has in the loss, and whatever is in the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, C, generator=generator, dtype=torch.float64).to(dtype)
+    weight = (0.3 * torch.randn(vocab_size + padding, C, generator=generator, dtype=torch.float64)).to(dtype)
+    targets = torch.randint(0, vocab_size, (N,), generator=generator)
+    shares = torch.randn(N, generator=generator, dtype=torch.float64)
+    if is_mean:
+        shares = torch.full((N,), 1 / N, dtype=torch.float64)
+
+    def results(x, weight, compute):
+        x = x.clone().requires_grad_()
+        weight = weight.clone().requires_grad_()
+        losses = compute(x, weight)
+        (losses * shares).sum().backward()
+        return losses.detach().double()[:, None], x.grad.double(), weight.grad.double()
+
+    found = results(x, weight, lambda x, weight: linear_losses(x, weight, targets, vocab_size, softcap))
+    exact = results(
+        x.double(), weight.double(), lambda x, weight: plain(softcapped(x @ weight.T, softcap), targets, vocab_size)
+    )
+    # A rounded logit changes softmax in relation to the logit. A row of softmax - one_hot is at most sqrt(2) long.
+    error = 2 * STEPS[dtype] * (1 + (x.double() @ weight.double().T).abs().max())
+    length_of_shares = shares.norm()
+    scales = (
+        1.0,
+        length_of_shares * weight.double().norm(dim=1).max(),
+        length_of_shares * x.double().norm(dim=1).max(),
+    )
+    for one, other, scale in zip(found, exact, scales, strict=True):
+        assert (one - other).norm(dim=-1).max() <= error * scale
+    assert not found[2][vocab_size:].any()
+
+
+def test_gradients_of_a_large_vocabulary_are_not_lost_in_fp16(way):
+    """Most probabilities are 2e-5, for which fp16 has three bits."""
+    weight = 0.1 * torch.randn(50_000, 4, generator=torch.Generator().manual_seed(0)).half()
+    targets = torch.arange(4)
+    x = torch.zeros(4, 4, dtype=torch.float16, requires_grad=True)
+    linear_losses(x, weight, targets, 50_000).sum().backward()
+    exact = weight.double().mean(0) - weight[:4].double()
+    assert torch.allclose(x.grad.double(), exact, rtol=2e-3)
 
 
 @pytest.mark.parametrize("target", [-100, -1, 128])
@@ -52,7 +135,29 @@ def test_targets_that_are_no_columns_are_refused(target):
         token_losses(logits, targets, 101)
 
 
-def test_padding_has_no_gradient():
+@pytest.mark.parametrize("target", [-100, -1, 101, 128, 10**12])
+def test_the_loss_of_a_target_outside_of_the_vocabulary_is_infinite_in_the_kernel(kernel, target):
+    """So it is noticed like any loss that is not finite, without waiting for the device."""
+    logits, targets = examples(torch.bfloat16)
+    targets[4] = target
+    losses = token_losses(logits, targets, 101)
+    assert losses[4] == torch.inf
+    assert torch.isfinite(losses).sum() == 49
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_the_loss_of_a_row_that_is_not_finite_is_not_finite(way, value):
+    logits, targets = examples(torch.bfloat16)
+    with torch.no_grad():
+        logits[4, (targets[4] + 1) % 101] = value
+        logits[5] = -torch.inf
+    losses = token_losses(logits, targets, 101)
+    assert not torch.isfinite(losses[4:6]).any()
+    assert torch.isfinite(losses).sum() == 48
+
+
+def test_padding_has_no_gradient(way):
     logits, targets = examples(torch.bfloat16)
     with torch.no_grad():
         logits[:, 101:] = 1000
@@ -62,7 +167,7 @@ def test_padding_has_no_gradient():
     assert gradient[:, :101].any(dim=1).all()
 
 
-def test_a_confident_prediction_keeps_its_small_gradient():
+def test_a_confident_prediction_keeps_its_small_gradient(way):
     """In bf16, its probability of 0.9994 rounds to 1."""
     logits = torch.zeros(1, 128, dtype=torch.bfloat16)
     logits[0, 3] = 12
@@ -74,17 +179,44 @@ def test_a_confident_prediction_keeps_its_small_gradient():
     assert gradient[0, 3].item() == pytest.approx(exact_gradient[0, 3].item(), rel=0.01)
 
 
-def test_only_the_logits_are_kept_for_the_backward_pass():
-    logits, targets = examples(torch.bfloat16)
+def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(way):
+    x = torch.randn(50, 8).requires_grad_()
+    weight = torch.randn(128, 8).requires_grad_()
+    _, targets = examples(torch.bfloat16)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        token_losses(logits, targets, 101)
-    large = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor.numel() > len(targets)}
-    assert large == {logits.untyped_storage().data_ptr()}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        linear_losses(x, weight, targets, 101)
+    sizes = sorted((tensor.numel() * tensor.itemsize for tensor in kept), reverse=True)
+    assert sizes == [50 * 128 * 2, 128 * 8 * 2, 50 * 8 * 2]
 
 
-def test_compiled_loss_computes_the_same():
-    logits, targets = examples(torch.bfloat16)
-    compiled = torch.compile(token_losses, backend="aot_eager", fullgraph=True)
-    expected = losses_and_gradient(token_losses, logits, targets, 101)
-    assert all(map(torch.equal, losses_and_gradient(compiled, logits, targets, 101), expected))
+def test_autocast_decides_the_dtype_of_the_products():
+    x = torch.randn(50, 8).requires_grad_()
+    weight = torch.randn(128, 8).requires_grad_()
+    _, targets = examples(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = linear_losses(x, weight, targets, 101)
+        with torch.no_grad():
+            evaluated = linear_losses(x, weight, targets, 101)
+        expected = token_losses(F.linear(x, weight), targets, 101)
+    assert torch.equal(losses, expected)
+    assert torch.equal(evaluated, expected)
+    losses.sum().backward()
+    assert x.grad.dtype == weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_compiled_losses_are_the_same(softcap):
+    def compute(x, weight):
+        return linear_losses(x, weight, targets, 101, softcap)
+
+    x = torch.randn(50, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(128, 8, dtype=torch.bfloat16, requires_grad=True)
+    _, targets = examples(torch.bfloat16)
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    for of in (x, weight):
+        expected = losses_and_gradient(lambda _: compute(x, weight), of)
+        assert all(map(torch.equal, losses_and_gradient(lambda _: compiled(x, weight), of), expected))

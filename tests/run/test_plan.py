@@ -75,7 +75,7 @@ def test_blocks_keep_less_with_checkpointing_and_no_casts_of_weights_that_fsdp_g
         return micro_step_bytes(dataclasses.replace(CONFIG, **changes), MODEL.config, GPU)[0]
 
     # The blocks keep their inputs, attention's outputs and, for each head, a number.
-    assert kept(activation_checkpointing=True) == 12 * 16 * 1024 * (768 * 2 + 768 * 2 + 12 * 4)
+    assert kept(activation_checkpointing=True, compile="on") == 12 * 16 * 1024 * (768 * 2 + 768 * 2 + 12 * 4)
     assert kept() - kept(sharding="fsdp") == pytest.approx(2 * BLOCKS, rel=0.01)
 
 
