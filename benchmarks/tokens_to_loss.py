@@ -477,7 +477,7 @@ def evaluate(study: Study, weights: Path) -> float:
         sample_freq=0,
     )  # fmt: skip
     output = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
-    return float(re.findall(r"^val loss ([^\s,]+)", output, re.MULTILINE)[0])
+    return float(re.findall(r"\bval loss ([^\s,]+)", output)[0])
 
 
 def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
