@@ -168,7 +168,7 @@ SCALES = {
     # One pass over the text. Four programs of 16 rows fit into 80 GB for the timing.
     "124m": Scale("bpe:32768", 12, 12, 768, 1024, 16, 8, 460, 1048576, 10, **OF_124M),
     "124m-batch": Scale("bpe:32768", 12, 12, 768, 1024, 16, 32, 115, 1048576, 3, **OF_124M),
-    "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
+    "tiny": Scale("bytes", 1, 2, 32, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
     "tiny-text": Scale("bpe:300", 1, 2, 16, 16, 2, 1, 20, 64, 2, False, SWEEP_124M, (0.3, 1.0), own_text=True),
 }
 
