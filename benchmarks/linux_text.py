@@ -1,4 +1,4 @@
-"""One compressed text for --scale 124m of tokens_to_loss, from the sources of Linux, which any machine can get.
+"""The text of Linux's sources in one compressed file, for --scale 124m of tokens_to_loss.
 
     wget https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.12.tar.xz
     python -m benchmarks.linux_text linux-6.12.tar.xz linux.jsonl.gz
@@ -10,9 +10,9 @@ Each line is a file of the sources, as JSON with its name, its text and its spli
 alone, so two machines with the same tarball write the same text; compare the SHA-256 that is printed, which is that of
 the uncompressed text.
 
-The validation split is the folders of HELD_OUT, and --compare shows why: it prints how much of a validation split
-training would have seen word for word. Neighbouring files of the kernel are often copies of each other with changed
-names, so a split file by file would reward a model that remembers.
+The validation split is the folders of HELD_OUT. Neighbouring files of Linux are often copies of each other with changed
+names, so a split by single files would reward a model that remembers them. --compare counts this: of Linux 6.1.176,
+3.6 % of the long lines of these folders are also in the training split; with single files it would be 11.8 %.
 """
 
 import argparse

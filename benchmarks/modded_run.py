@@ -42,10 +42,6 @@ def definitions_and_setup(script: Path) -> tuple[list[ast.stmt], list[ast.stmt]]
     return definitions, setup[: names.index("set_hparams") + 1]
 
 
-def run_statements(statements: list[ast.stmt], names: dict[str, Any]) -> None:
-    exec(compile(ast.Module(statements, []), SCRIPT, "exec"), names)
-
-
 def main(argv: Sequence[str]) -> None:
     checkout = Path(argv[0])
     factor = float(argv[1])
@@ -53,7 +49,8 @@ def main(argv: Sequence[str]) -> None:
     config, _ = parse_args(argv[3:])
     data = find_data(config)
     device, _ = device_and_precision(config)
-    definitions, setup = definitions_and_setup(checkout / SCRIPT)
+    script = checkout / SCRIPT
+    definitions, setup = definitions_and_setup(script)
     if not config.compiles(device.type):
         for node in definitions:
             if isinstance(node, ast.FunctionDef):
@@ -61,14 +58,14 @@ def main(argv: Sequence[str]) -> None:
     # Its optimizer Muon talks to the other ranks, and here there are none.
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     names: dict[str, Any] = {"train_steps": config.max_steps}
-    run_statements(definitions, names)
+    exec(compile(ast.Module(definitions, []), script, "exec"), names)
     names["CausalSelfAttention"].__init__.__defaults__ = (config.embd_size // config.num_heads,)  # its head_dim
     torch.manual_seed(config.seed)
     shape = {"vocab_size": data.vocab_size, "num_layers": config.num_layers, "model_dim": config.embd_size}
     model = names["GPT"](**shape).to(device)
     print(f"modded-nanogpt: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     names["model"] = model
-    run_statements(setup, names)
+    exec(compile(ast.Module(setup, []), script, "exec"), names)
     for optimizer in names["optimizers"]:
         for group in optimizer.param_groups:
             group["initial_lr"] *= factor
