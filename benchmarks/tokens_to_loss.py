@@ -597,6 +597,9 @@ def markdown(study: Study) -> str:
             ("", "final loss", "the recipe reaches it with this share of the tokens", "of the time"),
             *final_rows(study),
         ],
+        "Until GPT-2's mean final loss; means, with the range over the seeds:": [
+            ("", "million tokens", "minutes of training"), *until_rows(study),
+        ],
         "Seconds per step:": [
             ("", "seconds", "beside GPT-2"),
             *((SIDES[side], median_text(values, "s"), ratio_text(seconds, side, "gpt2"))
@@ -643,12 +646,38 @@ def recipe_shares(study: Study, losses: Sequence[float], steps: int) -> list[flo
     Takes the recipe's runs of all lengths; within a run of the reference, whose learning rate has not come down yet,
     only those of the same length.
     """
+    fair = [run for run in study.finals() if run.side == "modern" and study.scale.steps in (steps, run.steps)]
+    return [first / steps for first in first_steps(study, fair, statistics.mean(losses))]
+
+
+def first_steps(study: Study, runs: Sequence[Run], loss: float) -> list[float]:
+    """Return for each seed after how many steps one of its finished runs reached a loss first."""
     reached: dict[int, list[float]] = {seed: [] for seed in SEEDS}
-    for run in study.finals():
-        is_fair = study.scale.steps in (steps, run.steps)
-        if run.side == "modern" and is_fair and study.loss(run) is not None:
-            reached[run.seed].append(steps_to(study.losses(run), statistics.mean(losses)))
-    return [min(steps_of_runs) / steps for steps_of_runs in reached.values() if steps_of_runs]
+    for run in runs:
+        if study.loss(run) is not None:
+            reached[run.seed].append(steps_to(study.losses(run), loss))
+    return [min(steps_of_runs) for steps_of_runs in reached.values() if steps_of_runs]
+
+
+def until_rows(study: Study) -> Iterator[tuple[str, ...]]:
+    """Yield after how many tokens and minutes of training each side reached GPT-2's mean final loss."""
+    losses = final_losses(study, "gpt2")
+    if not losses or math.inf in losses:
+        return
+    minutes = {side: statistics.median(values) / 60 for side, values in study.seconds().items()}
+    for side in study.sides():
+        runs = [run for run in study.finals() if run.side == side]
+        steps = first_steps(study, runs, statistics.mean(losses))
+        if side == "gpt2":
+            steps = [float(study.scale.steps)]
+        tokens = spread([step * study.scale.step_tokens / 1e6 for step in steps], 2)
+        yield SIDES[side], tokens, spread([step * minutes[side] for step in steps if side in minutes], 2)
+
+
+def final_losses(study: Study, side: str) -> list[float]:
+    """Return the losses of the side's final runs that have finished."""
+    losses = [study.loss(run) for run in study.finals() if run.side == side]
+    return [loss for loss in losses if loss is not None]
 
 
 def steps_to(curve: Mapping[int, float], loss: float) -> float:
@@ -772,8 +801,7 @@ def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, nou
         per_step: tokens or minutes per step of GPT-2.
         slower: tokens or minutes per step of the recipe, divided by those of GPT-2.
     """
-    all_losses = [study.loss(run) for run in study.finals() if run.side == "gpt2"]
-    losses = [loss for loss in all_losses if loss is not None]
+    losses = final_losses(study, "gpt2")
     shares = recipe_shares(study, losses, study.scale.steps) if losses and math.inf not in losses else []
     share = statistics.mean(shares) * slower if shares else math.inf
     if share < 1:
