@@ -19,6 +19,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import lzma
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -44,9 +45,9 @@ def is_within(name: str, folders: Sequence[str]) -> bool:
 
 
 def read_texts(tarball: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name, without the folder that holds all, and the text of each regular file in UTF-8 of FOLDERS.
+    """Yield the name, without the first folder, and the text of each regular file of FOLDERS that is text in UTF-8.
 
-    Raises: UserError if the file is not a tarball.
+    Raises: UserError if the tarball cannot be read.
     """
     try:
         with tarfile.open(tarball) as archive:
@@ -62,8 +63,9 @@ def read_texts(tarball: Path) -> Iterator[tuple[str, str]]:
                         continue
                     if "\0" not in text:
                         yield name, text
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise UserError(f"{tarball}: cannot be read ({error}); expected the tarball of Linux's sources") from None
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{tarball}: cannot be read ({reason}); expected the tarball of Linux's sources") from None
 
 
 def in_fixed_order(texts: dict[str, str], most_bytes: int) -> list[tuple[str, str]]:
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("tarball", type=Path, help="linux-*.tar.xz or linux-source-*.tar.xz")
     parser.add_argument("out", type=Path, help="file to write, such as linux.jsonl.gz")
     parser.add_argument("--megabytes", type=float, default=200, help="of text, at most (default: 200)")
-    parser.add_argument("--compare", action="store_true", help="compare the validation split with a split by files")
+    parser.add_argument("--compare", action="store_true", help="print what validation shares with training")
     args = parser.parse_args(argv)
     texts = in_fixed_order(dict(read_texts(args.tarball)), round(args.megabytes * 1e6))
     held_out = [text for name, text in texts if is_within(name, HELD_OUT)]

@@ -403,7 +403,7 @@ def split_text(text: Path, folder: Path) -> None:
             for line in lines:
                 lines_of_split = val_lines if json.loads(line)["split"] == "val" else train_lines
                 lines_of_split.write(line)
-        except (OSError, EOFError, ValueError, KeyError) as error:
+        except (OSError, EOFError, zlib.error, ValueError, KeyError) as error:
             raise UserError(f"--text {text}: found {error!r}, expected a file of benchmarks.linux_text") from None
 
 

@@ -1,10 +1,12 @@
 """The benchmarks: each at its smallest setting, the figures they compute, the suite for GPUs."""
 
 import argparse
+import ast
 import gzip
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -16,7 +18,7 @@ from random import Random
 import pytest
 from conftest import REPO
 
-from benchmarks import gpu_suite, linux_text, tokens_to_loss
+from benchmarks import gpu_suite, linux_text, modded_run, tokens_to_loss
 from benchmarks.compare import pairs_of_equal_precision, report
 from benchmarks.gpu_suite import Row
 from benchmarks.tokens_to_loss import Run, expected_s, first_in_time
@@ -142,8 +144,13 @@ def test_the_text_of_linux_depends_on_names_and_contents_alone(tmp_path, capsys)
 def test_the_text_needs_sources_of_linux(tmp_path):
     (tmp_path / "notes.tar").write_text("not a tarball")
     pack(tmp_path / "other.tar", "other", {"README.rst": b"other\n"})
-    for name, message in {"notes": "cannot be read", "missing": "cannot be read", "other": "found no files of"}.items():
-        with pytest.raises(UserError, match=f"{name}.tar: {message}"):
+    packed = bytearray(pack(tmp_path / "whole.tar.xz", "linux", FILES).read_bytes())
+    (tmp_path / "cut.tar").write_bytes(packed[: len(packed) // 2])
+    packed[len(packed) // 2] ^= 255
+    (tmp_path / "damaged.tar").write_bytes(packed)
+    messages = dict.fromkeys(("notes", "missing", "cut", "damaged"), "cannot be read")
+    for name, message in (messages | {"other": "found no files of"}).items():
+        with pytest.raises(UserError, match=rf"/{name}.tar: {message}.*$"):
             linux_text.main([str(tmp_path / f"{name}.tar"), str(tmp_path / "out.gz")])
     assert not (tmp_path / "out.gz").exists()
 
@@ -190,6 +197,33 @@ def test_the_time_of_a_run_follows_from_similar_ones():
     durations[Run("final", "modern", (), 30)] = 40.0
     expected = {("gpt2", 100): 60, ("gpt2", 200): 120, ("gpt2", 20): 60, ("modern", 60): 80, ("modded", 100): 60}
     assert {(side, n): expected_s(Run("final", side, (), n), durations) for side, n in expected} == expected
+
+
+BASELINE = """
+import math
+print("training")
+class GPT: pass
+@decorated
+def muon_update(): pass
+for _ in range(3): pass
+for _ in range(num_trials):
+    train_steps = 3250
+    optimizers = [math.pi]
+    def set_hparams(step): return optimizers, train_steps
+    raise SystemExit("training")
+"""
+
+
+def test_the_setup_of_the_baseline_is_read_without_training(tmp_path, capsys):
+    (tmp_path / "train_gpt_simple.py").write_text(BASELINE)
+    definitions, setup = modded_run.definitions_and_setup(tmp_path / "train_gpt_simple.py")
+    definitions[-1].decorator_list = []
+    names = {"train_steps": 460}
+    for statements in (definitions, setup):
+        exec(compile(ast.Module(statements, []), "baseline", "exec"), names)
+    assert names.keys() >= {"GPT", "muon_update"}
+    assert names["set_hparams"](0) == ([math.pi], 460)
+    assert not capsys.readouterr().out
 
 
 def test_the_scale_of_124m_needs_a_text_unless_nothing_is_trained(tmp_path, capsys):
