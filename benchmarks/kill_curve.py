@@ -9,11 +9,11 @@
 GPT-2 124M on a GPU, killed about once a minute. --data_dir is any prepared tokens, here those of tokens_to_loss:
 
     data=benchmarks/out/tokens_to_loss/data/bpe-32768-text
-    python -m benchmarks.kill_curve --folder killed --data_dir $data --kills 14 --steps 2000 --ranks 1 --plot gpu.svg \
-        --caption '124 M parameters, bf16 on an H200, saves every 100 steps' --data killed/losses.json \
+    python -m benchmarks.kill_curve --folder killed --data_dir $data --kills 14 --steps 1500 --ranks 1 --plot gpu.svg \
+        --caption '124 M parameters, bf16 on an H200, saves every 20 steps' --data killed/losses.json \
         --tokenizer $data/train_shards/tokenizer.json --device cuda --precision bf16 --compile on --config gpt2 \
         --num_layers 12 --num_heads 12 --embd_size 768 --context_length 1024 --mini_batch_size 16 \
-        --total_batch_size 131072 --checkpoint_freq 100
+        --total_batch_size 131072 --checkpoint_freq 20
 
 On average, a kill comes after 0.95 x steps / kills steps, and a start takes 20 to 30 s of the minute. With --folder,
 the same command continues after an interruption: the uninterrupted run starts again, the killed one resumes.
