@@ -6,11 +6,11 @@
     python -m benchmarks.kill_curve --data benchmarks/losses/kill_curve.json   # redraws it from these losses
     python -m benchmarks.kill_curve --kills 5 --steps 50 --plot small.svg --precision bf16       # options of train.py
 
-GPT-2 124M on a GPU, killed about once a minute. --data_dir is any prepared tokens, here those of tokens_to_loss:
+GPT-2's shape on a GPU, killed about once a minute. --data_dir is any prepared tokens, here those of tokens_to_loss:
 
     data=benchmarks/out/tokens_to_loss/data/bpe-32768-text
     python -m benchmarks.kill_curve --folder killed --data_dir $data --kills 14 --steps 1500 --ranks 1 --plot gpu.svg \
-        --caption '124 M parameters, bf16 on an H200, saves every 20 steps' --data killed/losses.json \
+        --caption '111 M parameters, bf16 on an H200, saves every 20 steps' --data killed/losses.json \
         --tokenizer $data/train_shards/tokenizer.json --device cuda --precision bf16 --compile on --config gpt2 \
         --num_layers 12 --num_heads 12 --embd_size 768 --context_length 1024 --mini_batch_size 16 \
         --total_batch_size 131072 --checkpoint_freq 20
