@@ -6,6 +6,18 @@
     python -m benchmarks.kill_curve --data benchmarks/losses/kill_curve.json   # redraws it from these losses
     python -m benchmarks.kill_curve --kills 5 --steps 50 --plot small.svg --precision bf16       # options of train.py
 
+GPT-2's shape on a GPU, killed about once a minute. --data_dir is any prepared tokens, here those of tokens_to_loss:
+
+    data=benchmarks/out/tokens_to_loss/data/bpe-32768-text
+    python -m benchmarks.kill_curve --folder killed --data_dir $data --kills 14 --steps 1500 --ranks 1 --plot gpu.svg \
+        --caption '111 M parameters, bf16 on an H200, saves every 20 steps' --data killed/losses.json \
+        --tokenizer $data/train_shards/tokenizer.json --device cuda --precision bf16 --compile on --config gpt2 \
+        --num_layers 12 --num_heads 12 --embd_size 768 --context_length 1024 --mini_batch_size 16 \
+        --total_batch_size 131072 --checkpoint_freq 20
+
+On average, a kill comes after 0.95 x steps / kills steps, and a start takes 20 to 30 s of the minute. With --folder,
+the same command continues after an interruption: the uninterrupted run starts again, the killed one resumes.
+
 Trains a byte-level GPT of 0.84 M parameters on Python's standard library twice, with dropout, in fp32 on the CPU. The
 first run is left alone, on one process. The second run is killed with kill -9 at random instants and resumed with
 --resume auto, each time on one, two or four processes, drawn at random. With --deterministic, the expected difference
@@ -159,7 +171,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "saved" / "latest.pt", weights_only=True)["model"]
+    return torch.load(folder / "saved" / "latest.pt", map_location="cpu", weights_only=True)["model"]
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -168,20 +180,25 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def killed_lives(
-    folder: Path, args: argparse.Namespace, start: Start = start, on_one: bool = False
+    folder: Path, args: argparse.Namespace, start: Start = start, on_one: bool = False, done: int = 0
 ) -> Iterator[Kill | None]:
-    """Start and kill a run again and again, then let it finish. Yield each kill, and None at the end."""
+    """Start and kill a run again and again, then let it finish. Yield each kill, and None at the end.
+
+    Args:
+        done: the kills that an earlier call has made.
+    """
     random = Random(args.seed)
     started_s = time.monotonic()
     ranks_of_lives = [random.choice(args.ranks) for _ in range(args.kills)]
-    for number, instant in enumerate(kill_instants(args.kills, args.steps, random), start=1):
+    instants = kill_instants(args.kills, args.steps, random)
+    for number, instant in enumerate(instants[done:], start=done + 1):
         ranks = 1 if on_one else ranks_of_lives[number - 1]
         kill = live(folder, ranks, args.steps, instant, start)
         if kill:
             where = f"at step {kill.step} of {args.steps}, ranks: {kill.ranks}"
             if kill.within_save:
                 where += ", within a save"
-            left_s = (time.monotonic() - started_s) / number * (args.kills - number)
+            left_s = (time.monotonic() - started_s) / (number - done) * (args.kills - number)
             print(f"kill {number} of {args.kills}: {where}; {left_s:.0f} s left", flush=True)
             yield kill
     live(folder, 1, args.steps, math.inf, start)
@@ -191,11 +208,18 @@ def killed_lives(
 def measure_steadygpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train without and with kills, report how far the runs differ, and return their losses and the kills."""
     calm, disturbed = (folder / run for run in ("calm", "killed"))
-    for run in (calm, disturbed):
-        run.mkdir()
-    print(f"uninterrupted: {args.steps} steps", flush=True)
-    live(calm, 1, args.steps)
-    kills = [kill for kill in killed_lives(disturbed, args) if kill]
+    kills_file = disturbed / "kills.json"
+    if len(losses(calm)) < args.steps:
+        shutil.rmtree(calm, ignore_errors=True)
+        calm.mkdir()
+        print(f"uninterrupted: {args.steps} steps", flush=True)
+        live(calm, 1, args.steps)
+    disturbed.mkdir(exist_ok=True)
+    kills = [Kill(*kill) for kill in json.loads(kills_file.read_text())] if kills_file.exists() else []
+    for kill in killed_lives(disturbed, args, done=len(kills)):
+        if kill:
+            kills.append(kill)
+            kills_file.write_text(json.dumps(kills))
     calm_by_step = losses(calm)
     killed_by_step = losses(disturbed)
     calm_losses = [calm_by_step[step] for step in range(args.steps)]
@@ -270,7 +294,7 @@ def keep_loading(checkpoint: Path) -> bool:
     return True
 
 
-def draw(measured: dict[str, Any], file: Path) -> None:
+def draw(measured: dict[str, Any], file: Path, caption: str = "") -> None:
     """Draw the runs over each other, with a mark at each kill, and below them the differences that the kills made."""
     from matplotlib import pyplot
 
@@ -294,7 +318,8 @@ def draw(measured: dict[str, Any], file: Path) -> None:
         processes = "1 process" if ranks == 1 else f"{ranks} processes"
         label = f"kill -9 on {processes} ({len(kill_steps)})"
         style = {"color": colour, "markersize": 9, "zorder": 3, "label": label}
-        top.plot(kill_steps, [ours["killed"][step] for step in kill_steps], mark, **style)
+        if kill_steps:
+            top.plot(kill_steps, [ours["killed"][step] for step in kill_steps], mark, **style)
     below.set_title("difference from the uninterrupted run")
     below.plot(difference, color=picture.BLUE, linewidth=4, label="SteadyGPT", zorder=3)
     for axes in middle:
@@ -314,9 +339,10 @@ def draw(measured: dict[str, Any], file: Path) -> None:
         axes.legend(fontsize=14, labelspacing=0.3)
     below.set(xlabel="step", xlim=(0, steps))
     below.legend(fontsize=14, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # beside the title
-    saves = "both save" if theirs else "saves"
-    caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves} after every step,\n"
-    caption += " ".join(["SteadyGPT with --deterministic", *measured.get("options", ())])
+    if not caption:
+        saves = "both save" if theirs else "saves"
+        caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves} after every step,\n"
+        caption += " ".join(["SteadyGPT with --deterministic", *measured.get("options", ())])
     if theirs:
         caption += "; nanoGPT logs the loss of its last micro-batch"
     figure.supxlabel(caption, fontsize=14, color=picture.DIM, x=0.01, ha="left")
@@ -332,7 +358,12 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, only SteadyGPT is killed")
     parser.add_argument("--data", type=Path, help="file for the losses; a run that it holds is not trained again")
     parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.svg")
+    parser.add_argument("--caption", default="", help="for the plot, if options of train.py are given")
+    parser.add_argument("--folder", type=Path, help="folder for the runs, to continue an interrupted call")
+    parser.add_argument("--data_dir", type=Path, help="prepared tokens (default: Python's library, as bytes)")
     args, training_options = parser.parse_known_args()
+    if args.nanogpt and (args.folder or args.data_dir):
+        parser.error("--nanogpt does not go with --folder or --data_dir: its runs are short, on the default tokens")
     RUN.extend(training_options)
     draws = importlib.util.find_spec("matplotlib") is not None
     if not draws:
@@ -343,15 +374,21 @@ def main() -> None:
         sides["nanogpt"] = measure_nanogpt
     missing = [name for name in sides if name not in measured]
     with tempfile.TemporaryDirectory() as name, exit_on_signals():
-        if missing:
-            prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=f"{name}/data")]
+        folder = args.folder.absolute() if args.folder else Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        data = folder / "data"
+        if missing and args.data_dir:
+            data.unlink(missing_ok=True)
+            data.symlink_to(args.data_dir.absolute())
+        elif missing:
+            prepare = ["prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out=data)]
             subprocess.run([sys.executable, *prepare], cwd=REPO, check=True, stdout=subprocess.DEVNULL)
         for side in missing:
-            measured |= {side: sides[side](Path(name), args), "options": training_options}
+            measured |= {side: sides[side](folder, args), "options": training_options}
             if args.data:
                 args.data.write_text(json.dumps(measured).replace("], ", "],\n") + "\n")
     if draws:
-        draw(measured, args.plot)
+        draw(measured, args.plot, args.caption)
 
 
 if __name__ == "__main__":

@@ -10,26 +10,20 @@ reference at 524,288 tokens, and gives rates that are far too low for small batc
 """
 
 import ast
-import json
 import math
 import os
-import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from dataloader import BatchLoader, EvenlySpaced
-from steadygpt.config import TrainConfig, parse_args
-from steadygpt.machine.device import choose_precision
-from steadygpt.run.data import Data, find_data
-from steadygpt.run.plan import validation_rows
+from benchmarks.reference_run import DTYPES, device_and_precision, train
+from steadygpt.config import parse_args
+from steadygpt.run.data import find_data
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 OPTIONS = ("weight_decay", "embedding_lr", "unembedding_lr", "scalar_lr", "matrix_lr", "warmup_steps", "warmdown_ratio",
            "final_lr_frac")  # fmt: skip
 SCHEDULES = ("get_lr_multiplier", "get_muon_momentum", "get_weight_decay")
@@ -60,8 +54,7 @@ def main(argv: Sequence[str]) -> None:
     out = Path(argv[2])
     config, _ = parse_args(argv[3:])
     data = find_data(config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = config.precision if config.precision in DTYPES else choose_precision("auto", device)
+    device, precision = device_and_precision(config)
     os.environ["NANOCHAT_DTYPE"] = DTYPES[precision]  # read when nanochat is imported
     sys.path.insert(0, str(checkout))
     from nanochat.gpt import GPT, GPTConfig
@@ -93,24 +86,8 @@ def main(argv: Sequence[str]) -> None:
     schedules["weight_decay_scaled"] = decay
     exec(compile(ast.Module(functions, []), "base_train.py", "exec"), schedules)
     forward = torch.compile(model, dynamic=False) if config.compiles(device.type) else model
-    train(config, data, forward, optimizer, schedules, device, out)
 
-
-def train(config: TrainConfig, data: Data, forward, optimizer, schedules, device: torch.device, out: Path) -> None:
-    """Train to the end, print the loss every log_freq steps, and write the validation losses as train.py does."""
-    batches = BatchLoader(data.sources[0].rows, config.steps_from(0), config.mini_batch_size, device)
-    micro_steps = config.grad_accum_steps(1)
-    evaluations = {}  # step -> scores
-    for step in range(config.max_steps + 1):
-        if step and ((config.eval_freq and step % config.eval_freq == 0) or step == config.max_steps):
-            val_loss = validate(config, data, forward, device)
-            evaluations[step] = {"val_loss": val_loss}
-            print(f"step {step}: val loss {val_loss:.4f}", flush=True)
-        if step == config.max_steps:
-            break
-        for _ in range(micro_steps):
-            loss = loss_of(forward, batches) / micro_steps
-            loss.backward()
+    def update(step: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * schedules["get_lr_multiplier"](step)
             if group["kind"] == "muon":
@@ -118,24 +95,8 @@ def train(config: TrainConfig, data: Data, forward, optimizer, schedules, device
                 group["weight_decay"] = schedules["get_weight_decay"](step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % config.log_freq == 0:
-            print(f"step {step + 1}/{config.max_steps}: loss {loss.item() * micro_steps:.4f}", flush=True)
-    batches.close()
-    out.write_text(json.dumps({"": evaluations}, indent=1))
 
-
-def loss_of(forward, batches: BatchLoader) -> torch.Tensor:
-    return forward(*(tokens.contiguous() for tokens in batches.next()))
-
-
-@torch.no_grad()
-def validate(config: TrainConfig, data: Data, forward, device: torch.device) -> float:
-    """Return the mean loss of the tokens that our validation reads."""
-    rows = data.val_sets[0].rows
-    count = validation_rows(config, rows)
-    batch_rows = math.gcd(count, config.mini_batch_size)  # equal batches, because nanochat returns the mean of each
-    with closing(BatchLoader(EvenlySpaced(rows, count), [range(count)], batch_rows, device)) as batches:
-        return statistics.mean(loss_of(forward, batches).item() for _ in range(count // batch_rows))
+    train(config, data, forward, 1 / config.grad_accum_steps(1), update, device, out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens and time until a loss: the recipe (--config modern) beside GPT-2, nanoGPT and nanochat.
+"""Tokens and time until a loss: the recipe (--config modern) beside GPT-2, nanoGPT, nanochat and modded-nanogpt.
 
     git clone https://github.com/karpathy/nanoGPT
     git clone https://github.com/karpathy/nanochat
@@ -9,17 +9,22 @@
     python -m benchmarks.tokens_to_loss --only 'piece*' --change qk_norm=off activation=relu2,muon_lr=0.005
     python -m benchmarks.tokens_to_loss --scale 1m-short 1m-batch 1m-wide --only 'sweep/modern*' --plot-rates rates.svg
 
+    git clone https://github.com/KellerJordan/modded-nanogpt                     # 124 M parameters, on a GPU of 80 GB:
+    python -m benchmarks.linux_text linux-6.12.tar.xz linux.jsonl.gz             # linux_text says where to get it
+    python -m benchmarks.tokens_to_loss --scale 124m --text linux.jsonl.gz --nanogpt nanoGPT --modded modded-nanogpt \
+        --minutes 25 --plot proof.svg
+
 sweep    several learning rates for each side; one seed
 piece    the recipe, and with each --change again; three seeds
-final    GPT-2 and nanochat with three seeds and nanoGPT with its own, at the best learning rate of their sweeps; the
+final    the references with three seeds, and nanoGPT with its own, at the best learning rate of their sweeps; the
          recipe in several lengths, with three seeds
 time     seconds per step of the sides, which alternate; it alone needs a machine without other work
 
-All sides train on the same files, with the same heads and rows. GPT-2 and nanoGPT warm up for 1/30 of their steps. The
-references keep their weight decay and clipping; only their learning rates are tuned. The final losses are those of our
-evaluation, on the same held-out rows. nanoGPT is its own train.py, in its own precision; the points of its curve before
-the last one are its own estimates. nanochat is its model, optimizer and schedules, in ours, by nanochat_run.py, where
-"factor" is explained.
+All sides train on the same files, with the same rows, and below 124 M with the same heads. GPT-2 and nanoGPT warm up
+for 1/30 of their steps. The references keep their weight decay and clipping; only their learning rates are tuned. The
+final losses are those of our evaluation, on the same held-out rows. nanoGPT is its own train.py, in its own precision;
+the points of its curve before the last one are its own estimates. nanochat and modded-nanogpt's simple baseline are
+their models, optimizers and schedules, in ours, by nanochat_run.py and modded_run.py, where "factor" is explained.
 
 The losses behind the tables of RESULTS.md are in benchmarks/losses: with --out benchmarks/losses this command makes the
 tables and pictures from them, and trains only what is missing there. They were measured before 08305b8, on the first
@@ -29,9 +34,15 @@ The same command continues after an interruption. A finished run is not repeated
 removed. An interrupted run of ours resumes; those of the others start again. The name of a run's folder ends in a hash
 of its options, so a run whose options have changed is trained again. On small models two commands at once, each with
 OMP_NUM_THREADS=1 and other runs, take less time than one after the other.
+
+The timing comes first, then the runs in the order of --list: each side once, then the other rates, then the other
+seeds. With --minutes, no run is started that would not end in time, judged by the finished ones; --minutes 0 only makes
+the tables and pictures. To continue on another machine, copy the files *.json and tokens.sha256 of --out to it; it
+makes the tokens again.
 """
 
 import argparse
+import gzip
 import importlib.util
 import json
 import math
@@ -44,8 +55,8 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from itertools import cycle, groupby, product
@@ -60,6 +71,7 @@ from benchmarks import picture
 from benchmarks.compare import (
     REPO,
     HeldProgram,
+    ProgramEnded,
     die_with_parent,
     exit_on_signals,
     flags,
@@ -70,8 +82,10 @@ from benchmarks.compare import (
     ratios,
     reason_of,
 )
+from benchmarks.modded_run import SCRIPT
+from steadygpt.base.durable import sha256_of
 from steadygpt.base.options import UserError, run_cli
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import counted, duration_text
 from steadygpt.config import FIELDS, parse_args
 from steadygpt.data.tokenizer import TOKENIZER_JSON
 from steadygpt.machine.device import choose_precision
@@ -82,17 +96,35 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------------------------
 # the experiments, as data
 
-SIDES = {"gpt2": "GPT-2", "nanogpt": "nanoGPT", "nanochat": "nanochat", "modern": "the recipe"}
-COLORS = {"gpt2": picture.GREY, "nanogpt": picture.ORANGE, "nanochat": picture.GREEN, "modern": picture.BLUE}
+SIDES = {
+    "gpt2": "GPT-2", "nanogpt": "nanoGPT", "nanochat": "nanochat", "modded": "modded-nanogpt's simple baseline",
+    "modern": "the recipe",
+}  # fmt: skip
+COLORS = {
+    "gpt2": picture.GREY, "nanogpt": picture.ORANGE, "nanochat": picture.GREEN, "modded": picture.RED,
+    "modern": picture.BLUE,
+}  # fmt: skip
+CHECKOUTS = {"nanogpt": "train.py", "nanochat": "scripts/base_train.py", "modded": SCRIPT}  # a file of each
+RUNNERS = {"nanochat": "benchmarks.nanochat_run", "modded": "benchmarks.modded_run"}
 SEEDS = (1337, 1338, 1339)  # nanoGPT's own is 1337
 Settings = tuple[tuple[str, object], ...]  # options that differ from those of the side
-SWEEP: dict[str, list[Settings]] = {
+Sweep = Mapping[str, Sequence[Settings]]  # by side
+SWEEP: Sweep = {
     "gpt2": [(("max_lr", rate),) for rate in (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanogpt": [(("learning_rate", rate),) for rate in (6e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "nanochat": [(("factor", factor),) for factor in (1, 2, 4, 8, 16, 32)],
+    "modded": [(("factor", factor),) for factor in (0.25, 0.5, 1, 2, 4)],
     "modern": [(), *((("muon_lr", rate),) for rate in (0.0025, 0.005, 0.02, 0.04)),
                *((("max_lr", rate),) for rate in (1e-3, 2e-3, 8e-3, 16e-3))],
 }  # fmt: skip
+# A run takes minutes of a GPU, so there are three rates, and one for nanoGPT, which is the same model as GPT-2.
+SWEEP_124M: Sweep = {
+    "gpt2": [(("max_lr", rate),) for rate in (5e-4, 1e-3, 2e-3)],
+    "nanogpt": [(("learning_rate", 1e-3),)],
+    "nanochat": [(("factor", factor),) for factor in (1, 2, 4)],
+    "modded": [(("factor", factor),) for factor in (0.5, 1, 2)],
+    "modern": [(), *((("muon_lr", rate),) for rate in (0.005, 0.02)), *((("max_lr", rate),) for rate in (2e-3, 8e-3))],
+}
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
 PACKAGES = REPO / "benchmarks/packages.txt"
 HELD_OUT = ("nltk-", "pylint-", "scrapy-", "sphinx-")
@@ -105,7 +137,7 @@ ROUNDS = 7  # of the timing
 class Scale:
     """A shape, which gives all sides the same blocks, its tokenizer, and the length of its runs."""
 
-    tokenizer: str  # bytes for Python's library; gpt2, or bpe:N trained on them, for the sources of PACKAGES
+    tokenizer: str  # bytes for Python's library; bpe:N, trained on them, for the sources of PACKAGES or for --text
     layers: int
     heads: int
     width: int
@@ -116,16 +148,30 @@ class Scale:
     eval_tokens: int
     timed_steps: int  # in each round of the timing
     compiled: bool = True
+    sweep: Sweep = field(default_factory=lambda: SWEEP)
+    lengths: Sequence[float] = LENGTHS
+    wide_heads: int | None = None  # of the sides whose heads have 128 dimensions by default; None: as the others
+    own_text: bool = False  # whether it trains on --text
+    needs_gpu: bool = False
+
+    @property
+    def step_tokens(self) -> int:
+        return self.rows * self.context * self.micro_steps
 
 
+OF_124M = {"sweep": SWEEP_124M, "lengths": (0.2, 0.3, 1.0), "wide_heads": 6, "own_text": True, "needs_gpu": True}
 SCALES = {
     "1m": Scale("bytes", 4, 4, 128, 128, 8, 1, 3000, 131072, 40, compiled=False),
     "1m-short": Scale("bytes", 4, 4, 128, 128, 8, 1, 600, 131072, 40, compiled=False),
     "1m-batch": Scale("bytes", 4, 4, 128, 128, 32, 1, 600, 131072, 10, compiled=False),
     "1m-wide": Scale("bytes", 4, 4, 384, 128, 8, 1, 600, 131072, 10, compiled=False),
     "10m": Scale("bpe:4096", 6, 6, 384, 256, 32, 1, 1200, 65536, 2),
-    "124m": Scale("gpt2", 12, 12, 768, 1024, 16, 8, 800, 1048576, 10),  # needs a GPU
-    "tiny": Scale("bytes", 1, 2, 16, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
+    # GPT-2 has 111 M parameters with this vocabulary. The steps are one pass over most of the text. The rows let the
+    # programs of all sides fit into a GPU of 80 GB for the timing.
+    "124m": Scale("bpe:32768", 12, 12, 768, 1024, 16, 8, 460, 1048576, 10, **OF_124M),
+    "124m-batch": Scale("bpe:32768", 12, 12, 768, 1024, 16, 32, 115, 1048576, 3, **OF_124M),
+    "tiny": Scale("bytes", 1, 2, 32, 16, 2, 1, 20, 64, 2, compiled=False),  # tries this command
+    "tiny-text": Scale("bpe:300", 1, 2, 16, 16, 2, 1, 20, 64, 2, False, SWEEP_124M, (0.3, 1.0), own_text=True),
 }
 
 
@@ -154,6 +200,7 @@ class Study:
     out: Path
     checkouts: Mapping[str, Path]  # of other projects, by side
     changes: tuple[Settings, ...] = ()  # options of the recipe to try, one piece after the other
+    text: Path | None = None  # compressed JSON lines with "split" and "text", for a scale with own_text
 
     @property
     def scale(self) -> Scale:
@@ -161,7 +208,7 @@ class Study:
 
     @property
     def data(self) -> Path:
-        return self.out / "data" / self.scale.tokenizer.replace(":", "-")
+        return self.out / "data" / (self.scale.tokenizer.replace(":", "-") + "-text" * self.scale.own_text)
 
     @property
     def tokenizer(self) -> str:
@@ -178,7 +225,8 @@ class Study:
 
     def sweep(self) -> list[Run]:
         """Return one run for each setting."""
-        return [Run("sweep", side, changes, self.scale.steps) for side in self.sides() for changes in SWEEP[side]]
+        sweep = self.scale.sweep
+        return [Run("sweep", side, changes, self.scale.steps) for side in self.sides() for changes in sweep[side]]
 
     def pieces(self) -> list[Run]:
         """Return the recipe with each change, after the recipe as it is."""
@@ -188,21 +236,34 @@ class Study:
 
     def finals(self) -> list[Run]:
         """Return the references at the best settings of their sweeps, once known, and the recipe in each length."""
-        seeds = {"gpt2": SEEDS, "nanogpt": SEEDS[:1], "nanochat": SEEDS}  # nanoGPT has no option for it
+        seeds = dict.fromkeys(SIDES, SEEDS) | {"nanogpt": SEEDS[:1]}  # which has no option for it
         tuned = {side: self.tuned(side) for side in self.sides() if side != "modern"}
         references = [
             Run("final", side, changes, self.scale.steps, seed)
             for side, changes in tuned.items() if changes is not None
             for seed in seeds[side]
         ]  # fmt: skip
-        lengths = [round(share * self.scale.steps) for share in LENGTHS]
+        lengths = [round(share * self.scale.steps) for share in self.scale.lengths]
         return references + [Run("final", "modern", (), steps, seed) for steps, seed in product(lengths, SEEDS)]
+
+    def runs(self) -> list[Run]:
+        """Return all runs, the most valuable first; the rates of a reference come from the middle outwards."""
+
+        def from_middle(run: Run) -> float:
+            rates = self.scale.sweep[run.side]
+            return abs(rates.index(run.changes) - (len(rates) - 1) / 2)
+
+        references = [run for run in self.sweep() if run.side != "modern"]
+        recipe, *variants = [run for run in self.sweep() if run.side == "modern"]
+        finals = sorted(self.finals(), key=lambda run: (run.seed, -run.steps))
+        pieces = sorted(self.pieces(), key=lambda run: run.seed)
+        return [recipe, *sorted(references, key=from_middle), *finals, *variants, *pieces]
 
     def tuned(self, side: str) -> Settings | None:
         """Return the settings with the lowest loss in a sweep; None while one beside it is unfinished."""
         losses = [self.loss(run) for run in self.sweep() if run.side == side]
         best = min(range(len(losses)), key=lambda i: math.inf if losses[i] is None else losses[i])
-        return None if None in losses[max(best - 1, 0) : best + 2] else SWEEP[side][best]
+        return None if None in losses[max(best - 1, 0) : best + 2] else self.scale.sweep[side][best]
 
     def options(self, run: Run) -> dict[str, object]:
         """Return the options of train.py, ours or nanoGPT's, that decide the losses of a run."""
@@ -223,10 +284,11 @@ class Study:
             changes = {"min_lr": changes["max_lr"] / 10, "warmup_steps": warm_up, **changes}
         changes.pop("factor", None)
         return {
-            "config": run.side.replace("nanochat", "modern"), "num_layers": scale.layers,
-            "num_heads": scale.heads, "embd_size": scale.width,
+            "config": "gpt2" if run.side == "gpt2" else "modern", "num_layers": scale.layers,
+            "num_heads": scale.heads if run.side == "gpt2" else scale.wide_heads or scale.heads,
+            "embd_size": scale.width,
             "context_length": scale.context, "mini_batch_size": scale.rows, "max_steps": run.steps,
-            "total_batch_size": scale.rows * scale.context * scale.micro_steps,
+            "total_batch_size": scale.step_tokens,
             "seed": run.seed, "compile": "on" if scale.compiled else "off", "eval_freq": every,
             "eval_tokens": scale.eval_tokens, "hellaswag_freq": 0, "sample_freq": 0, **changes,
         }  # fmt: skip
@@ -243,10 +305,10 @@ class Study:
             "log_freq": 100, "resume": "auto", **further,
         }  # fmt: skip
         program = ["train.py"]
-        if run.side == "nanochat":
+        if run.side in RUNNERS:
             factor = dict(run.changes)["factor"]
             out = folder / "evaluations.json"
-            program = ["-m", "benchmarks.nanochat_run", str(self.checkouts["nanochat"]), str(factor), str(out)]
+            program = ["-m", RUNNERS[run.side], str(self.checkouts[run.side]), str(factor), str(out)]
         return [sys.executable, *program, *flags(**(self.options(run) | own))], REPO
 
     def folder(self, run: Run) -> Path:
@@ -257,7 +319,7 @@ class Study:
             groups = ("model", "optimization", "evaluation")
             names = ["seed", *(name for name, field in FIELDS.items() if field.metadata["group"] in groups)]
             options = {n: getattr(config, n) for n in names if getattr(config, n) != FIELDS[n].default}
-            if run.side == "nanochat":
+            if run.side in RUNNERS:
                 options |= dict(run.changes)
         name = re.sub(r"[ ,]+", "-", str(run).partition("/")[2])
         return self.out / self.name / f"{name}-{zlib.crc32(json.dumps(options, sort_keys=True).encode()):08x}"
@@ -277,6 +339,11 @@ class Study:
         """Return the loss at the end of a run; None if it has not finished."""
         return self.losses(run).get(run.steps)
 
+    def durations(self) -> dict[Run, float]:
+        """Return the seconds that finished runs took from start to end."""
+        files = {run: self.folder(run) / "seconds.json" for run in self.runs()}
+        return {run: json.loads(file.read_text()) for run, file in files.items() if file.exists()}
+
     def seconds(self) -> dict[str, list[float]]:
         """Return side -> seconds per step in each round of the timing, {} before it."""
         return json.loads(self.time_file.read_text()) if self.time_file.exists() else {}
@@ -287,27 +354,57 @@ class Study:
 
 
 def make_data(study: Study) -> None:
-    """Write train.bin and val.bin, which all projects read, and nanoGPT's note of the vocabulary, if missing."""
+    """Write train.bin and val.bin, which all projects read, and nanoGPT's note of the vocabulary, if missing.
+
+    Raises: UserError if earlier runs of the scale were trained on different tokens.
+    """
+    if not (study.data / "meta.pkl").exists():
+        write_data(study)
+    digest = sha256_of(study.data / "train.bin")
+    record = study.out / study.name / "tokens.sha256"
+    if record.exists() and record.read_text() != digest:
+        raise UserError(f"{study.data}: found tokens that differ from those of {record.parent}. Try another --out")
+    record.parent.mkdir(exist_ok=True)
+    record.write_text(digest)
+
+
+def write_data(study: Study) -> None:
     folder = study.data
     tokenizer = study.scale.tokenizer
-    if (folder / "meta.pkl").exists():
-        return
     if tokenizer == "bytes":
         shards = prepare("stdlib", tokenizer, folder / "shards")
         splits = {split: [shard for shard in shards if f"_{split}_" in shard.name] for split in ("train", "val")}
     else:
-        fetch_packages(folder)
+        if study.scale.own_text:
+            split_text(study.text, folder)
+        else:
+            fetch_packages(folder)
+        files = "*.jsonl" if study.scale.own_text else "**/*.py"
         splits = {
-            split: prepare(f"{folder}/{split}/**/*.py", name, folder / f"{split}_shards")
+            split: prepare(f"{folder}/{split}/{files}", name, folder / f"{split}_shards")
             for split, name in (("train", tokenizer), ("val", study.tokenizer))
         }
     for split, shards in splits.items():
         tokens = np.concatenate([np.load(shard) for shard in shards]).astype(np.uint16)
-        if split == "val" and tokenizer != "bytes":
+        if split == "val" and not (tokenizer == "bytes" or study.scale.own_text):
             tokens = spread_out(tokens)
         tokens.tofile(folder / f"{split}.bin")
-    vocab_size = {"bytes": 257, "gpt2": 50304}.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
+    vocab_size = 257 if tokenizer == "bytes" else int(tokenizer.removeprefix("bpe:"))
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+
+
+def split_text(text: Path, folder: Path) -> None:
+    """Write the lines of --text to a file in train/ and one in val/, as their "split" says."""
+    for split in ("train", "val"):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+    train_file, val_file = (folder / split / "text.jsonl" for split in ("train", "val"))
+    with gzip.open(text) as lines, open(train_file, "wb") as train_lines, open(val_file, "wb") as val_lines:
+        try:
+            for line in lines:
+                lines_of_split = val_lines if json.loads(line)["split"] == "val" else train_lines
+                lines_of_split.write(line)
+        except (OSError, EOFError, zlib.error, ValueError, KeyError) as error:
+            raise UserError(f"--text {text}: found {error!r}, expected a file of benchmarks.linux_text") from None
 
 
 def spread_out(tokens: np.ndarray, places: int = 64, block: int = 1024) -> np.ndarray:
@@ -345,7 +442,9 @@ def train(study: Study, run: Run) -> None:
     if study.loss(run) is not None:
         return
     folder = study.folder(run)
+    resumes = (folder / "latest.pt").exists()
     folder.mkdir(parents=True, exist_ok=True)
+    start_s = time.monotonic()
     output = ""
     points = {}
     try:
@@ -365,6 +464,8 @@ def train(study: Study, run: Run) -> None:
         (folder / "evaluations.json").write_text(json.dumps(evaluations, indent=1))
     if study.loss(run) is None:
         raise UserError(f"{folder}: stopped before step {run.steps}. Run the same command again")
+    if not resumes:
+        (folder / "seconds.json").write_text(json.dumps(round(time.monotonic() - start_s, 1)))
     for weights in folder.glob("*.pt"):
         weights.unlink()
 
@@ -378,7 +479,7 @@ def evaluate(study: Study, weights: Path) -> float:
         sample_freq=0,
     )  # fmt: skip
     output = output_of([sys.executable, "train.py", "--eval_only", *options], REPO, weights.parent / "evaluated.txt")
-    return float(re.findall(r"^val loss ([^\s,]+)", output, re.MULTILINE)[0])
+    return float(re.findall(r"\bval loss ([^\s,]+)", output)[0])
 
 
 def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
@@ -402,40 +503,80 @@ def output_of(command: Sequence[str], cwd: Path, file: Path) -> str:
     return text
 
 
-def train_all(study: Study, runs: Sequence[Run]) -> int:
-    """Train those runs that have not finished; return how many failed."""
-    runs = [run for run in runs if study.loss(run) is None]
-    if runs:
+def expected_s(run: Run, durations: Mapping[Run, float]) -> float | None:
+    """Return how many seconds a run takes at most, judged by the most similar finished runs; None without any.
+
+    These are the runs of the same side, or of all sides if none of that one has finished, with the most similar number
+    of steps. A shorter run is expected to take as long as they did, because its start takes as long.
+    """
+    known = {other: s for other, s in durations.items() if other.side == run.side} or durations
+    distance = min((abs(other.steps - run.steps) for other in known), default=0)
+    nearest = [other for other in known if abs(other.steps - run.steps) == distance]
+    return max((known[other] * max(1.0, run.steps / other.steps) for other in nearest), default=None)
+
+
+def first_in_time(runs: Sequence[Run], durations: Mapping[Run, float], left_s: float) -> Run | None:
+    """Return the first run that is expected to end within the time left, or of which nothing is known."""
+    if left_s > 0:
+        for run in runs:
+            if (expected_s(run, durations) or 0) <= left_s:
+                return run
+    return None
+
+
+def train_all(study: Study, choose: Callable[[Sequence[Run]], list[Run]], deadline_s: float) -> int:
+    """Train those chosen runs that have not finished, in the order of their value; return how many failed.
+
+    Args:
+        deadline_s: no run is started that would not end before, on the clock of time.monotonic().
+    """
+    failed: set[Path] = set()  # the folders of the runs
+    while True:
+        waiting: dict[Path, Run] = {}  # a run that is in two groups has one folder
+        for run in choose(study.runs()):
+            folder = study.folder(run)
+            if study.loss(run) is None and folder not in failed:
+                waiting.setdefault(folder, run)
+        runs = list(waiting.values())
+        durations = study.durations()
+        next_run = first_in_time(runs, durations, deadline_s - time.monotonic())
+        if next_run is None:
+            if runs:
+                print(f"{study.name}: no time for {left_text(runs, durations)}. Run the same command again", flush=True)
+            return len(failed)
         make_data(study)
-    failed = 0  # runs
-    done = 0  # steps
-    start_s = time.monotonic()
-    for number, run in enumerate(runs, start=1):
-        print(f"{study.name} [{number}/{len(runs)}] {run}: ", end="", flush=True)
+        print(f"{study.name} {next_run}: ", end="", flush=True)
         try:
-            train(study, run)
-            print(loss_text(study.loss(run)), end="")
+            train(study, next_run)
+            print(loss_text(study.loss(next_run)), end="")
         except UserError as error:
             print(error, end="")
-            failed += 1
-        done += run.steps
-        left_s = (time.monotonic() - start_s) / done * (sum(run.steps for run in runs) - done)
-        print(f"; {duration_text(left_s)} left in {run.group}", flush=True)
-    return failed
+            failed.add(study.folder(next_run))
+        others = [run for run in runs if run is not next_run]
+        print(f"; left: {left_text(others, study.durations())}", flush=True)
 
 
-def measure_time(study: Study) -> None:
-    """Write the seconds per step of all sides in each round to time.json, unless it is there."""
-    if study.time_file.exists():
-        return
-    make_data(study)
+def left_text(runs: Sequence[Run], durations: Mapping[Run, float]) -> str:
+    """Format how many runs are left, and how long they take if that is known."""
+    seconds = [expected_s(run, durations) or 0 for run in runs]
+    return counted(len(runs), "run") + (f", {duration_text(sum(seconds))}" if sum(seconds) else "")
+
+
+def measure_time(study: Study, deadline_s: float) -> None:
+    """Write the seconds per step of all sides in each round to time.json, unless it is there or there is no time."""
     steps = study.scale.timed_steps
     discarded = 2 if torch.cuda.is_available() else 1
+    runs = [Run("time", side, (), ROUNDS * (steps + discarded)) for side in study.sides()]
+    needed_s = sum(expected_s(run, study.durations()) or 0 for run in runs)
+    left_s = deadline_s - time.monotonic()
+    if study.time_file.exists() or left_s <= 0 or needed_s > left_s:
+        return
+    make_data(study)
     ours = {"eval_freq": 0, "checkpoint_minutes": 0, "log_freq": 1}
     theirs = {"eval_interval": 10**9, "eval_iters": 1, "log_interval": 1}
     with tempfile.TemporaryDirectory() as name, held_programs() as programs:
         for side in study.sides():
-            run = Run("time", side, SWEEP[side][0], steps=10**6)  # a learning rate does not change the time
+            run = Run("time", side, study.scale.sweep[side][0], steps=10**6)  # a learning rate does not change the time
             command, cwd = study.command(run, Path(name, side), **(theirs if side == "nanogpt" else ours))
             programs[side] = HeldProgram(command, cwd, r"step +\d+/|iter \d+:")
             programs[side].seconds_per_step(steps)  # before the next one competes for the cores
@@ -452,9 +593,12 @@ def markdown(study: Study) -> str:
     scale = study.scale
     seconds = study.seconds()
     tables = {
-        f"Steps of {scale.rows * scale.context * scale.micro_steps:,} tokens; means, with the range over the seeds:": [
+        f"Steps of {scale.step_tokens:,} tokens; means, with the range over the seeds:": [
             ("", "final loss", "the recipe reaches it with this share of the tokens", "of the time"),
             *final_rows(study),
+        ],
+        "Until GPT-2's mean final loss; means, with the range over the seeds:": [
+            ("", "million tokens", "minutes of training"), *until_rows(study),
         ],
         "Seconds per step:": [
             ("", "seconds", "beside GPT-2"),
@@ -502,12 +646,38 @@ def recipe_shares(study: Study, losses: Sequence[float], steps: int) -> list[flo
     Takes the recipe's runs of all lengths; within a run of the reference, whose learning rate has not come down yet,
     only those of the same length.
     """
+    fair = [run for run in study.finals() if run.side == "modern" and study.scale.steps in (steps, run.steps)]
+    return [first / steps for first in first_steps(study, fair, statistics.mean(losses))]
+
+
+def first_steps(study: Study, runs: Sequence[Run], loss: float) -> list[float]:
+    """Return for each seed after how many steps one of its finished runs reached a loss first."""
     reached: dict[int, list[float]] = {seed: [] for seed in SEEDS}
-    for run in study.finals():
-        is_fair = study.scale.steps in (steps, run.steps)
-        if run.side == "modern" and is_fair and study.loss(run) is not None:
-            reached[run.seed].append(steps_to(study.losses(run), statistics.mean(losses)))
-    return [min(steps_of_runs) / steps for steps_of_runs in reached.values() if steps_of_runs]
+    for run in runs:
+        if study.loss(run) is not None:
+            reached[run.seed].append(steps_to(study.losses(run), loss))
+    return [min(steps_of_runs) for steps_of_runs in reached.values() if steps_of_runs]
+
+
+def until_rows(study: Study) -> Iterator[tuple[str, ...]]:
+    """Yield after how many tokens and minutes of training each side reached GPT-2's mean final loss."""
+    losses = final_losses(study, "gpt2")
+    if not losses or math.inf in losses:
+        return
+    minutes = {side: statistics.median(values) / 60 for side, values in study.seconds().items()}
+    for side in study.sides():
+        runs = [run for run in study.finals() if run.side == side]
+        steps = first_steps(study, runs, statistics.mean(losses))
+        if side == "gpt2":
+            steps = [float(study.scale.steps)]
+        tokens = spread([step * study.scale.step_tokens / 1e6 for step in steps], 2)
+        yield SIDES[side], tokens, spread([step * minutes[side] for step in steps if side in minutes], 2)
+
+
+def final_losses(study: Study, side: str) -> list[float]:
+    """Return the losses of the side's final runs that have finished."""
+    losses = [study.loss(run) for run in study.finals() if run.side == side]
+    return [loss for loss in losses if loss is not None]
 
 
 def steps_to(curve: Mapping[int, float], loss: float) -> float:
@@ -631,8 +801,7 @@ def mark_savings(axes: "Axes", study: Study, per_step: float, slower: float, nou
         per_step: tokens or minutes per step of GPT-2.
         slower: tokens or minutes per step of the recipe, divided by those of GPT-2.
     """
-    all_losses = [study.loss(run) for run in study.finals() if run.side == "gpt2"]
-    losses = [loss for loss in all_losses if loss is not None]
+    losses = final_losses(study, "gpt2")
     shares = recipe_shares(study, losses, study.scale.steps) if losses and math.inf not in losses else []
     share = statistics.mean(shares) * slower if shares else math.inf
     if share < 1:
@@ -660,8 +829,7 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
                 for run, loss in losses.items() if not run.changes or name in dict(run.changes)
             }  # fmt: skip
             scale = study.scale
-            tokens = scale.rows * scale.context * scale.micro_steps
-            label = f"{scale.width} wide, {scale.steps:,} steps of {tokens:,} tokens"
+            label = f"{scale.width} wide, {scale.steps:,} steps of {scale.step_tokens:,} tokens"
             rates = sorted(points)
             above = [points[rate] - min(points.values()) for rate in rates]
             axes.plot(rates, above, "o-", color=colour, linewidth=1.8, label=label)
@@ -677,22 +845,36 @@ def draw_rates(studies: Sequence[Study], file: Path) -> None:
 # main
 
 
+def check(study: Study) -> None:
+    """Raise UserError if a scale needs a GPU or a text and there is none."""
+    option = f"--scale {study.name}"
+    if study.scale.own_text and not study.text:
+        raise UserError(f"{option}: found no --text FILE, expected one. Try python -m benchmarks.linux_text")
+    if study.scale.own_text and not study.text.is_file():
+        raise UserError(f"--text {study.text}: found no file. Try python -m benchmarks.linux_text")
+    if study.scale.needs_gpu and not torch.cuda.is_available():
+        raise UserError(f"{option}: found no CUDA GPU, expected one. Try --scale 10m")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scale", nargs="+", default=["1m"], choices=SCALES, help="default: 1m; 124m needs a GPU")
+    parser.add_argument("--text", type=Path, help="file of benchmarks.linux_text, for --scale 124m")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run that would not end by then")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="GROUP/RUN", help="patterns of what --list shows")
     parser.add_argument(
         "--change", nargs="+", default=[], metavar="NAME=VALUE[,NAME=VALUE]", help="options of the recipe to try"
     )
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, that side is left out")
-    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat; without it, that side is left out")
+    for side in CHECKOUTS:
+        parser.add_argument(f"--{side}", type=Path, help=f"a checkout of {side}; without it, that side is left out")
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks/out/tokens_to_loss", help="folder for the runs")
     parser.add_argument("--list", action="store_true", help="print the runs and their losses, and train nothing")
     parser.add_argument("--plot", type=Path, help="file for the curves (pip install matplotlib)")
     parser.add_argument("--plot-rates", type=Path, help="file for the recipe's losses at each learning rate")
     args = parser.parse_args(argv)
+    deadline_s = time.monotonic() + 60 * args.minutes
     checkouts = {}
-    for side, file in {"nanogpt": "train.py", "nanochat": "scripts/base_train.py"}.items():
+    for side, file in CHECKOUTS.items():
         checkout = getattr(args, side)
         if checkout:
             if not (checkout / file).exists():
@@ -700,33 +882,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkouts[side] = checkout.absolute()
     if (args.plot or args.plot_rates) and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
-    if "124m" in args.scale and not (torch.cuda.is_available() or args.list):
-        raise UserError("--scale 124m: found no CUDA GPU, expected one. Try --scale 10m")
     changes = tuple(tuple(tuple(option.split("=", 1)) for option in change.split(",")) for change in args.change)
-    studies = [Study(name, args.out.absolute(), checkouts, changes) for name in args.scale]
+    studies = [Study(name, args.out.absolute(), checkouts, changes, args.text) for name in args.scale]
+    if args.minutes > 0 and not args.list:
+        for study in studies:
+            check(study)
 
-    def runs_of(study: Study) -> list[Run]:
-        return study.sweep() + study.pieces() + study.finals()
-
-    def chosen(runs: Sequence[Run]) -> list[Run]:
+    def choose(runs: Sequence[Run]) -> list[Run]:
         return [run for run in runs if any(fnmatch(str(run), pattern) for pattern in args.only)]
 
     timed = any(fnmatch("time", pattern) for pattern in args.only)
-    if not timed and not any(chosen(runs_of(study)) for study in studies):
+    if not timed and not any(choose(study.runs()) for study in studies):
         raise UserError(f"--only {' '.join(args.only)}: found no such run, expected names that --list shows")
     if args.list:
         for study in studies:
-            for run in chosen(runs_of(study)):
+            for run in choose(study.runs()):
                 print(f"{study.name} {run}: {loss_text(study.loss(run))}")
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/nproc.sh
     failed = 0
     with exit_on_signals():
         for study in studies:
-            failed += train_all(study, chosen(study.sweep() + study.pieces()))
-            failed += train_all(study, chosen(study.finals()))  # whose settings the sweep has found
             if timed:
-                measure_time(study)
+                try:
+                    measure_time(study, deadline_s)
+                except ProgramEnded as error:
+                    print(f"{study.name} time: {error}", flush=True)
+                    failed += 1
+            failed += train_all(study, choose, deadline_s)
     print("\n".join(map(markdown, studies)))
     if args.plot:
         draw(studies, args.plot)
