@@ -127,13 +127,13 @@ def _losses_and_gradients(
         gradients: (N, P); becomes the gradient of each token's own loss with respect to its logits, times
             gradient_scale(), and 0 in the padding.
     """
-    scale = gradient_scale(logits.dtype)
     if _has_kernel(logits):
         from steadygpt.machine.loss_kernel import losses_and_gradients  # Triton takes a while to import
 
-        return losses_and_gradients(logits, targets, vocab_size, softcap, scale, gradients)
+        return losses_and_gradients(logits, targets, vocab_size, softcap, gradients)
     capped = softcapped(logits, softcap)
     losses, x, total = _losses_and_exp(capped, targets, vocab_size)
+    scale = gradient_scale(logits.dtype)
     at_targets = scale * torch.expm1(-losses)  # softmax - 1, without cancellation
     x = x.mul_(scale / total)
     if softcap:
@@ -147,10 +147,8 @@ def _losses_and_gradients(
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    """Return whether the kernel computes these losses. Triton is for GPUs of compute capability 8 or higher."""
-    if not logits.is_cuda or not HAS_TRITON or logits.dtype == torch.float64:
-        return False
-    return torch.cuda.get_device_properties(logits.device).major >= 8
+    """Return whether the kernel computes these losses: in bf16, which GPUs have that are recent enough for Triton."""
+    return logits.is_cuda and logits.dtype == torch.bfloat16 and HAS_TRITON
 
 
 def _losses_and_exp(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,10 +10,8 @@ BLOCK = 4096  # columns that are computed at a time
 NUM_WARPS = 8
 
 
-def losses_and_gradients(
-    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, scale: float, gradients: Tensor
-) -> Tensor:
-    """Return the losses of softcapped logits, (N,) fp32; overwrite `gradients` with those of the logits, times scale.
+def losses_and_gradients(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, gradients: Tensor) -> Tensor:
+    """Return the losses of softcapped logits, (N,) fp32; overwrite `gradients` with those of the logits.
 
     Args:
         logits, gradients: (N, P), in rows without gaps; perhaps the same tensor.
@@ -23,7 +21,7 @@ def losses_and_gradients(
     N, P = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     _row[(N,)](
-        logits, targets, losses, gradients, P, vocab_size, softcap, scale,
+        logits, targets, losses, gradients, P, vocab_size, softcap,
         HAS_CAP=softcap > 0, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
     return losses
@@ -31,7 +29,7 @@ def losses_and_gradients(
 
 @triton.jit
 def _row(
-    logits_ptr, targets_ptr, losses_ptr, gradients_ptr, P, vocab_size, softcap, scale,
+    logits_ptr, targets_ptr, losses_ptr, gradients_ptr, P, vocab_size, softcap,
     HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute a row, which is read twice: for its largest logit and the sum, then, from the L2 cache, for the gradient.
@@ -69,11 +67,11 @@ def _row(
     for start in range(0, P, BLOCK):
         columns = start + block
         x = tl.load(logits_ptr + columns, columns < P, 0.0).to(tl.float32)
-        slope = scale
+        slope = 1.0
         if HAS_CAP:
             tanh = _tanh(x / softcap)
             x = softcap * tanh
-            slope = scale * (1 - tanh * tanh)
+            slope = 1 - tanh * tanh
         gradient = _exp(x - largest) * inverse
         gradient = tl.where(columns == target.to(tl.int32), gradient - 1, gradient) * slope
         gradient = tl.where(columns < vocab_size, gradient, 0.0)
