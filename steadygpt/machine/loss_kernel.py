@@ -21,16 +21,14 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, vocab_size: int, softc
     N, P = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     _row[(N,)](
-        logits, targets, losses, gradients, P, vocab_size, softcap,
-        HAS_CAP=softcap > 0, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        logits, targets, losses, gradients, P, vocab_size, CAP=softcap, BLOCK=BLOCK, num_warps=NUM_WARPS
     )  # fmt: skip
     return losses
 
 
 @triton.jit
 def _row(
-    logits_ptr, targets_ptr, losses_ptr, gradients_ptr, P, vocab_size, softcap,
-    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, gradients_ptr, P, vocab_size, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute a row, which is read twice: for its largest logit and the sum, then, from the L2 cache, for the gradient.
 
@@ -47,8 +45,8 @@ def _row(
     for start in range(0, P, BLOCK):
         columns = start + block
         x = tl.load(logits_ptr + columns, columns < P, 0.0).to(tl.float32)
-        if HAS_CAP:
-            x = softcap * _tanh(x / softcap)
+        if CAP > 0:
+            x = CAP * _tanh(x / CAP)
         x = tl.where(columns < vocab_size, x, -float("inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
         totals = totals * _exp(largest - larger) + _exp(x - larger)
@@ -59,8 +57,8 @@ def _row(
     target = tl.load(targets_ptr + row)
     is_in_vocabulary = (target >= 0) & (target < vocab_size)
     at_target = tl.load(logits_ptr + target, is_in_vocabulary, 0.0).to(tl.float32)
-    if HAS_CAP:
-        at_target = softcap * _tanh(at_target / softcap)
+    if CAP > 0:
+        at_target = CAP * _tanh(at_target / CAP)
     loss = tl.log(total) + (largest - at_target)
     tl.store(losses_ptr + row, tl.where(is_in_vocabulary, loss, float("inf")))
 
@@ -68,9 +66,9 @@ def _row(
         columns = start + block
         x = tl.load(logits_ptr + columns, columns < P, 0.0).to(tl.float32)
         slope = 1.0
-        if HAS_CAP:
-            tanh = _tanh(x / softcap)
-            x = softcap * tanh
+        if CAP > 0:
+            tanh = _tanh(x / CAP)
+            x = CAP * tanh
             slope = 1 - tanh * tanh
         gradient = _exp(x - largest) * inverse
         gradient = tl.where(columns == target.to(tl.int32), gradient - 1, gradient) * slope

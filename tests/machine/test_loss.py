@@ -5,10 +5,12 @@ Triton's interpreter runs the kernel on the CPU.
 
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, REPO
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -180,6 +182,33 @@ def test_a_confident_prediction_keeps_its_small_gradient(way):
     )
     assert losses.item() == pytest.approx(exact.item(), abs=1e-6)
     assert gradient[0, 3].item() == pytest.approx(exact_gradient[0, 3].item(), rel=0.01)
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from steadygpt.machine import loss_kernel
+pointers = {"logits_ptr": "*bf16", "targets_ptr": "*i64", "losses_ptr": "*fp32", "gradients_ptr": "*bf16"}
+signature = pointers | {"P": "i32", "vocab_size": "i32", "CAP": "constexpr", "BLOCK": "constexpr"}
+constants = {"CAP": float(sys.argv[1]), "BLOCK": loss_kernel.BLOCK}
+source = ASTSource(loss_kernel._row, signature, constants)
+compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[2]), 32), {"num_warps": loss_kernel.NUM_WARPS})
+assert "st.local" not in compiled.asm["ptx"]
+"""
+
+
+@pytest.mark.parametrize("architecture", ["80", "90"])
+@pytest.mark.parametrize("softcap", ["0.0", "15.0"])
+def test_the_kernel_compiles_for_gpus(tmp_path, softcap, architecture):
+    """The interpreter accepts more than the compiler, which needs no GPU."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", COMPILE, softcap, architecture]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(way):
