@@ -1,0 +1,81 @@
+"""Put the figures of benchmarks/results.toml into the pages: python -m scripts.figures
+
+A measurement of the file has rows of figures, such as "541 (503 to 684)". The pages show them in two ways:
+
+    <!-- results: train_cpu ratio -->      a table with these columns, or all of them, up to <!-- end -->
+    trains at {train_cpu.gpt2_bf16.ours}   a fragment in [pages] of the file, which stands in the page with a number
+
+A fragment takes the value without its range, {...+} with it, and {...~3} rounded to three digits.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = "benchmarks/RESULTS.md"
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
+RANGE = rf" \({NUMBER} to {NUMBER}\)"
+FIGURE = re.compile(rf"(?P<value>{NUMBER})(?P<unit>[^()]*?)(?P<range>{RANGE})?")
+BLOCK = re.compile(r"(<!-- results: (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"\{([\w.-]+?)([+]|~\d)?\}")
+
+
+def read() -> dict:
+    """Return the content of the file of results."""
+    return tomllib.loads((REPO / "benchmarks/results.toml").read_text())
+
+
+def figure(results: dict, name: str, form: str | None = None) -> str:
+    """Return the figure MEASUREMENT.ROW.COLUMN as a page shows it: its value, the range with "+", or "~3" digits."""
+    measurement, row, column = name.split(".")
+    found = results[measurement]
+    cell = found["rows"][row][1 + found["columns"].index(column)]
+    parts = FIGURE.fullmatch(cell.replace("*", ""))
+    assert parts, f"{name} is {cell!r}, which is no figure"
+    if form == "+":
+        return parts["value"] + (parts["range"] or "")
+    if form:
+        return f"{float(f'%.{form[1:]}g' % float(parts['value'].replace(',', ''))):,.0f}"
+    return parts["value"]
+
+
+def table(results: dict, name: str, columns: list[str]) -> str:
+    """Return the table of a measurement; with all columns, the command and where it ran follow."""
+    if name == "machines":
+        return "\n".join(["\n| name | machine |\n|---|---|", *(f"| {a} | {b} |" for a, b in results[name].items())]) + "\n\n"
+    found = results[name]
+    shown = [0, *(1 + found["columns"].index(column) for column in columns or found["columns"])]
+    rows = [found["head"], ["---"] * len(found["head"]), *found["rows"].values()]
+    lines = ["", *("| " + " | ".join(row[at] for at in shown) + " |" for row in rows), ""]
+    if not columns:
+        commit = f", {found['commit']}" if found["commit"] else ""
+        lines += [f"{found['machine']}, {found['date']}{commit}: `{found['command']}`", ""]
+    return "\n".join(lines).replace("| --- |", "|---|").replace("| --- ", "|---") + "\n"
+
+
+def pattern(fragment: str) -> re.Pattern:
+    """Return what finds a fragment in a page, at any line breaks, with any number in its places."""
+    parts = re.split(PLACE.pattern.replace("(", "(?:"), fragment)
+    words = [r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in parts]
+    return re.compile(rf"{NUMBER}(?:{RANGE.replace(' ', chr(92) + 's+')})?".join(words))
+
+
+def with_figures(results: dict, page: str, text: str) -> str:
+    """Return the text of a page with the figures of the results in its tables and fragments."""
+    text = BLOCK.sub(lambda block: block[1] + table(results, block[2], block[3].split()) + block[4], text)
+    for fragment in results["pages"].get(page, ()):
+        given = PLACE.sub(lambda place: figure(results, place[1], place[2]), fragment)
+        found = pattern(fragment).search(text)
+        if not found:
+            raise SystemExit(f"error: {page}: found no text like {given!r}; change [pages] in benchmarks/results.toml")
+        if found[0].split() != given.split():
+            text = text[: found.start()] + given + text[found.end() :]
+    return text
+
+
+if __name__ == "__main__":
+    results = read()
+    for page in (RESULTS, *results["pages"]):
+        path = REPO / page
+        path.write_text(with_figures(results, page, path.read_text()))
