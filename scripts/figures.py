@@ -16,8 +16,9 @@ REPO = Path(__file__).resolve().parent.parent
 RESULTS = "benchmarks/RESULTS.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 RANGE = rf" \({NUMBER} to {NUMBER}\)"
-FIGURE = re.compile(rf"(?P<value>{NUMBER})(?P<unit>[^()]*?)(?P<range>{RANGE})?")
+FIGURE = re.compile(rf"(?<![\w.])(?P<value>{NUMBER})(?P<unit>[^()\d]*)(?P<range>{RANGE})?")
 BLOCK = re.compile(r"(<!-- results: (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+WORDS = r"\s+(?:> )?"  # between words: a line may end there, also in a quotation
 PLACE = re.compile(r"\{([\w.-]+?)([+]|~\d)?\}")
 
 
@@ -31,7 +32,7 @@ def figure(results: dict, name: str, form: str | None = None) -> str:
     measurement, row, column = name.split(".")
     found = results[measurement]
     cell = found["rows"][row][1 + found["columns"].index(column)]
-    parts = FIGURE.fullmatch(cell.replace("*", ""))
+    parts = FIGURE.search(cell)
     assert parts, f"{name} is {cell!r}, which is no figure"
     if form == "+":
         return parts["value"] + (parts["range"] or "")
@@ -55,23 +56,42 @@ def table(results: dict, name: str, columns: list[str]) -> str:
 
 
 def pattern(fragment: str) -> re.Pattern:
-    """Return what finds a fragment in a page, at any line breaks, with any number in its places."""
-    parts = re.split(PLACE.pattern.replace("(", "(?:"), fragment)
-    words = [r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in parts]
-    return re.compile(rf"{NUMBER}(?:{RANGE.replace(' ', chr(92) + 's+')})?".join(words))
+    """Return what finds a fragment in a page, at any line breaks, with any number in its places, which are groups."""
+    words = [WORDS.join(map(re.escape, re.split(r"\s+", part))) for part in re.split(PLACE.pattern, fragment)[::3]]
+    return re.compile(rf"({NUMBER}(?:{RANGE.replace(' ', WORDS)})?)".join(words))
 
 
 def with_figures(results: dict, page: str, text: str) -> str:
-    """Return the text of a page with the figures of the results in its tables and fragments."""
+    """Return the text of a page with the figures of the results in its tables and fragments.
+
+    Raises:
+        LookupError: The page does not have a fragment once.
+    """
     text = BLOCK.sub(lambda block: block[1] + table(results, block[2], block[3].split()) + block[4], text)
     for fragment in results["pages"].get(page, ()):
-        given = PLACE.sub(lambda place: figure(results, place[1], place[2]), fragment)
-        found = pattern(fragment).search(text)
-        if not found:
-            raise SystemExit(f"error: {page}: found no text like {given!r}; change [pages] in benchmarks/results.toml")
-        if found[0].split() != given.split():
-            text = text[: found.start()] + given + text[found.end() :]
+        found = [*pattern(fragment).finditer(text)]
+        if len(found) != 1:
+            raise LookupError(f"{page}: found {len(found)} texts like {fragment!r}, expected one; see [pages]")
+        for at, place in reversed([*enumerate(PLACE.findall(fragment), 1)]):
+            value = figure(results, *place)
+            if found[0][at].split() != value.split():
+                text = text[: found[0].start(at)] + value + text[found[0].end(at) :]
     return text
+
+
+def without_figures(results: dict, page: str, text: str) -> str:
+    """Return the text of a page without its tables of results, its fragments, and what is allowed."""
+    text = BLOCK.sub("", text)
+    for fragment in (*results["pages"].get(page, ()), *allowed(results, page)):
+        head = fragment.removeprefix("TABLE ")
+        whole = rf"^{re.escape(head)}.*\n(?:\|.*\n)+"
+        text = re.sub(whole, "", text, flags=re.M) if head != fragment else pattern(fragment).sub("", text)
+    return text
+
+
+def allowed(results: dict, page: str) -> list[str]:
+    """Return the texts of a page that look like figures of ours but are not."""
+    return [text for pages in results["allowed"].values() for text in pages.get(page, ())]
 
 
 if __name__ == "__main__":
