@@ -44,7 +44,10 @@ def figure(results: dict, name: str, form: str | None = None) -> str:
 def table(results: dict, name: str, columns: list[str]) -> str:
     """Return the table of a measurement; with all columns, the command and where it ran follow."""
     if name == "machines":
-        return "\n".join(["\n| name | machine |\n|---|---|", *(f"| {a} | {b} |" for a, b in results[name].items())]) + "\n\n"
+        return (
+            "\n".join(["\n| name | machine |\n|---|---|", *(f"| {a} | {b} |" for a, b in results[name].items())])
+            + "\n\n"
+        )
     found = results[name]
     shown = [0, *(1 + found["columns"].index(column) for column in columns or found["columns"])]
     rows = [found["head"], ["---"] * len(found["head"]), *found["rows"].values()]
@@ -82,11 +85,15 @@ def with_figures(results: dict, page: str, text: str) -> str:
 def without_figures(results: dict, page: str, text: str) -> str:
     """Return the text of a page without its tables of results, its fragments, and what is allowed."""
     text = BLOCK.sub("", text)
-    for fragment in (*results["pages"].get(page, ()), *allowed(results, page)):
-        head = fragment.removeprefix("TABLE ")
-        whole = rf"^{re.escape(head)}.*\n(?:\|.*\n)+"
-        text = re.sub(whole, "", text, flags=re.M) if head != fragment else pattern(fragment).sub("", text)
+    for found in (*map(pattern, results["pages"].get(page, ())), *map(allowed_pattern, allowed(results, page))):
+        text = found.sub("", text)
     return text
+
+
+def allowed_pattern(text: str) -> re.Pattern:
+    """Return what finds a text, or with "TABLE ..." the table with this head."""
+    head = text.removeprefix("TABLE ")
+    return pattern(text) if head == text else re.compile(rf"^{re.escape(head)}.*\n(?:\|.*\n)+", re.MULTILINE)
 
 
 def allowed(results: dict, page: str) -> list[str]:

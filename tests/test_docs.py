@@ -32,8 +32,8 @@ def test_ratios_have_their_range_and_are_those_of_the_results():
     found = ratios("docs/speed.md")
     assert found
     for ratio in found:
-        median, low, high = map(float, re.fullmatch(r"(?:equal: )?([\d.]+) \(([\d.]+) to ([\d.]+)\)", ratio).groups())
-        assert f"| {median:.2f} ({low:.2f} to {high:.2f}) |" in results
+        low, high = map(float, re.fullmatch(r"(?:equal: )?[\d.]+ \(([\d.]+) to ([\d.]+)\)", ratio).groups())
+        assert f"| {ratio} |" in results
         assert ratio.startswith("equal: ") == (low <= 1 <= high), ratio
 
 
