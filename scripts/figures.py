@@ -5,7 +5,8 @@ A measurement of the file has rows of figures, such as "541 (503 to 684)". The p
     <!-- results: train_cpu ratio -->      a table with these columns, or all of them, up to <!-- end -->
     trains at {train_cpu.gpt2_bf16.ours}   a fragment in [pages] of the file, which stands in the page with a number
 
-A fragment takes the value without its range, {...+} with it, and {...~3} rounded to three digits.
+A fragment takes the value without its range, {...+} with it, and {...~3} rounded to three digits. A
+row may name figures of other rows in the same way.
 """
 
 import re
@@ -16,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 RESULTS = "benchmarks/RESULTS.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 RANGE = rf" \({NUMBER} to {NUMBER}\)"
-FIGURE = re.compile(rf"(?<![\w.])(?P<value>{NUMBER})(?P<unit>[^()\d]*)(?P<range>{RANGE})?")
+FIGURE = re.compile(rf"(?<![\w.])(?P<value>{NUMBER})(?:[^()\d]*?(?P<range>{RANGE})|.*)")
 BLOCK = re.compile(r"(<!-- results: (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 WORDS = r"\s+(?:> )?"  # between words: a line may end there, also in a quotation
 PLACE = re.compile(r"\{([\w.-]+?)([+]|~\d)?\}")
@@ -24,7 +25,11 @@ PLACE = re.compile(r"\{([\w.-]+?)([+]|~\d)?\}")
 
 def read() -> dict:
     """Return the content of the file of results."""
-    return tomllib.loads((REPO / "benchmarks/results.toml").read_text())
+    results = tomllib.loads((REPO / "benchmarks/results.toml").read_text())
+    for found in results.values():
+        for row in found.get("rows", {}).values():  # a cell may name another one
+            row[:] = [PLACE.sub(lambda place: figure(results, place[1], place[2]), cell) for cell in row]
+    return results
 
 
 def figure(results: dict, name: str, form: str | None = None) -> str:
@@ -37,24 +42,24 @@ def figure(results: dict, name: str, form: str | None = None) -> str:
     if form == "+":
         return parts["value"] + (parts["range"] or "")
     if form:
-        return f"{float(f'%.{form[1:]}g' % float(parts['value'].replace(',', ''))):,.0f}"
+        rounded = float(f"{float(parts['value'].replace(',', '')):.{form[1:]}g}")
+        return f"{rounded:,}".removesuffix(".0")
     return parts["value"]
 
 
 def table(results: dict, name: str, columns: list[str]) -> str:
     """Return the table of a measurement; with all columns, the command and where it ran follow."""
     if name == "machines":
-        return (
-            "\n".join(["\n| name | machine |\n|---|---|", *(f"| {a} | {b} |" for a, b in results[name].items())])
-            + "\n\n"
-        )
+        rows = [f"| {name} | {machine} |\n" for name, machine in results["machines"].items()]
+        return f"\n| name | machine |\n|---|---|\n{''.join(rows)}\n"
     found = results[name]
     shown = [0, *(1 + found["columns"].index(column) for column in columns or found["columns"])]
     rows = [found["head"], ["---"] * len(found["head"]), *found["rows"].values()]
     lines = ["", *("| " + " | ".join(row[at] for at in shown) + " |" for row in rows), ""]
     if not columns:
         commit = f", {found['commit']}" if found["commit"] else ""
-        lines += [f"{found['machine']}, {found['date']}{commit}: `{found['command']}`", ""]
+        command = f": `{found['command']}`" if found["command"].startswith("python") else ""
+        lines += [f"{found['machine']}, {found['date']}{commit}{command}", ""]
     return "\n".join(lines).replace("| --- |", "|---|").replace("| --- ", "|---") + "\n"
 
 
