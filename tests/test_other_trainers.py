@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import monitor_training
+import pip_progress
 import pytest
 from conftest import REPO, TINY, load, need_gpus, options_in, write_data
 from harness import run_to_end
@@ -102,9 +103,39 @@ def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
         subprocess.run(["../repo/setup.sh", *words], check=True, env=os.environ | {"PYTHON": str(python)})
         assert (tmp_path / "repo/.venv/bin/python").is_file() == (words == [])
     assert os.listdir() == []
-    planned, installed = (tmp_path / "noted").read_text().splitlines()
-    assert planned == "train.py --dry_run --config test"
-    assert installed.startswith("-m pip install ") and installed.endswith("-r scripts/requirements.txt")
+    planned, pip, *installed = (tmp_path / "noted").read_text().splitlines()
+    assert planned == "train.py --dry_run --config test" and pip.startswith("-m pip install ")
+    progress, install = sorted(installed, reverse=True)  # both sides of a pipe
+    assert progress == "scripts/pip_progress.py"
+    assert install.startswith("-m pip install ") and install.endswith("--progress-bar raw -r scripts/requirements.txt")
+
+
+PIP = """\
+Collecting torch==2.13.0 (from -r scripts/requirements.txt (line 2))
+  Downloading http://127.0.0.1/torch-2.13.0-cp311-cp311-linux_x86_64.whl.metadata (30 kB)
+Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (500 MB)
+Progress 0 of 500000000
+Progress 250000000 of 500000000
+Progress 500000000 of 500000000
+  Downloading https://127.0.0.1/nvidia_cublas_cu13-13.1-py3-none-linux_x86_64.whl (300 MB)
+Progress 30000000 of 300000000
+Installing collected packages: nvidia-cublas, torch
+"""
+
+
+def test_setup_shows_how_much_is_downloaded_on_a_terminal_and_in_a_file(capsys, monkeypatch):
+    monkeypatch.setattr(pip_progress, "INTERVAL_S", 0.0)
+    shown = [
+        "downloaded 0 MB; torch 0% of 500 MB", "downloaded 250 MB; torch 50% of 500 MB",
+        "downloaded 500 MB; torch 100% of 500 MB", "downloaded 530 MB; nvidia_cublas_cu13 10% of 300 MB",
+        "downloaded 530 MB; unpacking",
+    ]  # fmt: skip
+    pip_progress.show(PIP.splitlines(), is_terminal=False)
+    assert capsys.readouterr().out.splitlines() == shown
+    pip_progress.show(PIP.splitlines(), is_terminal=True)
+    out = capsys.readouterr().out
+    assert [state.rstrip() for state in out.split("\r")[1:]] == shown
+    assert max(map(len, out.split("\r"))) < 80 and out.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh", "setup.sh", "start_tensorboard.sh"])
