@@ -380,6 +380,21 @@ def read_head(path: Path) -> Head:
     return replace(head, origin=origin(lineage["launches"], head.step))
 
 
+class Launches(TypedDict):
+    """The part of a checkpoint's content that says how the run was launched."""
+
+    launches: list[Launch]
+
+
+def launches_of(folder: Path) -> tuple[int, list[Launch]]:
+    """Return the step and the launches of the newest checkpoint in a folder, without reading its tensors."""
+    newest = next(iter(scan(folder)))
+    content = typed(load_verified(newest.path, only_plain=True), Launches, newest.path, ADVICE)
+    for entry in content["launches"]:
+        _complete(entry, newest.path)
+    return read_head(newest.path).step, content["launches"]
+
+
 # Each file is read only once, because thousands of files take seconds.
 _head = lru_cache(maxsize=2**14)(lambda path, *identity: read_head(path))
 
@@ -419,6 +434,16 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
         raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
 
 
+def _complete(entry: Launch, path: Path) -> TrainConfig:
+    """Give a launch the defaults of options that were added since its file was written; return its configuration."""
+    name = f"{path}: options at step {entry['step']:,}"
+    asked = typed(entry["options"], TrainConfig, name, ADVICE)
+    config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
+    entry["options"] = {name: getattr(asked, name) for name in STORED}
+    entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
+    return config
+
+
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
     if isinstance(content, dict) and "format_version" not in content:
@@ -439,12 +464,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     rows = checkpoint["rows_consumed"]
     expected = rows
     for entry in checkpoint["launches"]:
-        name = f"{path}: options at step {entry['step']:,}"
-        # Options that were added since the file was written have their defaults.
-        asked = typed(entry["options"], TrainConfig, name, ADVICE)
-        config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
-        entry["options"] = {name: getattr(asked, name) for name in STORED}
-        entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
+        config = _complete(entry, path)
         expected = entry["row"] + (checkpoint["step"] - entry["step"]) * config.rows_per_step
     if rows != expected:
         raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and launches; {ADVICE}")
