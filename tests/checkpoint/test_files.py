@@ -56,7 +56,7 @@ def test_a_few_bytes_of_a_file_cannot_take_all_memory(tmp_path):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}r\xff\xff\xff\x00.")
     tracemalloc.start()
-    with pytest.raises(UserError, match="saved_at"):
+    with pytest.raises(UserError, match="not a checkpoint of SteadyGPT"):
         files.read_head(tmp_path / "latest.pt")
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
@@ -449,7 +449,7 @@ def test_table_runs_no_code_of_a_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
     _, line, _ = checkpoint_table(tmp_path)
-    assert "  saved_at is None; expected a value; take another checkpoint, or " in line
+    assert "  not a checkpoint of SteadyGPT; " in line
     assert names(tmp_path) == ["latest.pt"]
 
 
