@@ -1,5 +1,6 @@
 """Commands as the users of other trainers type them, and the scripts of the repository."""
 
+import json
 import os
 import re
 import shlex
@@ -9,16 +10,20 @@ import sys
 from pathlib import Path
 
 import monitor_training
+import numpy as np
 import pip_progress
 import pytest
 from conftest import REPO, TINY, load, need_gpus, options_in, write_data
 from harness import run_to_end
 
+import prepare_dataset
 import replay
 import train
 from steadygpt import config
 from steadygpt.base.options import read_flags
 from steadygpt.machine.host import usable_cores
+
+PAGE = REPO / "docs/from-other-trainers.md"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # exactly as typed
@@ -47,6 +52,16 @@ def test_the_production_preset_plans_a_run(workdir, capsys):
     assert "model        1,414.46 M parameters: 24 layers, 16 heads, 2,048 wide, context 2,048" in plan
     assert "steps        20,000, each of 65,536 tokens (4 rows x 2,048 tokens x 1 rank x 8 micro-steps)" in plan
     assert ", bf16, attention by " in plan
+
+
+def test_the_npz_files_of_a_bucket_become_shards_with_the_command_of_the_page(workdir):
+    [command] = re.findall(r"`python (prepare_dataset\.py --source 'gs://[^`]*)`", PAGE.read_text())
+    Path("bucket").mkdir()
+    for name in ("a", "b"):
+        np.savez(f"bucket/{name}.npz", input_ids=np.arange(3000, dtype=np.uint16))
+    argv = shlex.split(command.replace("gs://", ""))[1:]
+    assert not prepare_dataset.main(argv)
+    assert json.loads(Path(argv[-1], "manifest.json").read_text())["tokenizer"] == "gpt2"
 
 
 def leave_threads_open(rank: int) -> None:
@@ -186,6 +201,6 @@ def test_a_command_takes_the_folder_of_a_run(options):
 
 def test_the_page_on_other_trainers_has_a_command_for_each():
     """test_doc_commands.py checks that its commands are accepted."""
-    sections = (REPO / "docs/from-other-trainers.md").read_text().split("\n## ")[2:]
+    sections = PAGE.read_text().split("\n## ")[2:]
     assert len(sections) == 6
     assert all(re.search(r"(python|torchrun|accelerate) .*train\.py", section) for section in sections)

@@ -101,11 +101,11 @@ CONTENTS = {
     ),
     "wte.weight": ("weights without their shape", WITH_CONFIG),
     "embed_tokens.weight": ("weights without their shape", WITH_CONFIG),
-    "param_groups": ("the state of an optimizer", "give the weights beside it"),
     "model_state_dict": (
         "a checkpoint of another trainer",
         "its model is not known; give a Hugging Face folder of it, or train a new one",
     ),
+    "param_groups": ("the state of an optimizer", "give the weights beside it"),
 }
 
 

@@ -200,14 +200,16 @@ def _read_file(path: Path, user_record: TokenizerRecord) -> dict:
     flags = content.get("args")
     if isinstance(shape, dict) and "block_size" not in shape:
         shape = None  # the file is from another program, see as_checkpoint
+    fields: dict[str, Any]
     if isinstance(shape, dict) and "model_args" in content:
         fields = {"activation": "gelu"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):
         fields = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt; gpt2-from-scratch has names of GPTConfig
     elif isinstance(flags, dict) and "embd_size" in flags and isinstance(content.get("model"), dict):
         tables = [table for name, table in content["model"].items() if str(name).endswith("wte.weight")]
-        fields = {"activation": "gelu_tanh"} | {name: flags.get(name) for name in FLAGS_OF_SHAPE}  # train_improved.py
-        fields["vocab_size"] = len(tables[0]) if tables and isinstance(tables[0], Tensor) else None
+        rows = len(tables[0]) if tables and isinstance(tables[0], Tensor) else None
+        shape = {name: flags.get(name) for name in FLAGS_OF_SHAPE} | {"vocab_size": rows}
+        fields = {"activation": "gelu_tanh"} | shape  # train_improved.py
     else:
         return with_tokenizer(as_checkpoint(content, path), user_record, path)
     names = {ours: theirs for ours, theirs in NANOGPT.fields.items() if ours not in fields}

@@ -72,7 +72,7 @@ def around_chart(snapshot: Snapshot, hint: str, most: int) -> tuple[list[Rendera
     if most < FACT_ROWS[0]:
         summary = summary[:1] + summary[1:][-1:]  # the time, and what to do next
     above = [*heading(status, state), "", facts(snapshot, load, most), "", *gpus(load), *other_runs(snapshot, most)]
-    below = [*warnings, *map(line_of, summary), line_of((f"{snapshot.folder}   {hint}", "dim"))]
+    below: list[RenderableType] = [*warnings, *map(line_of, summary), line_of((f"{snapshot.folder}   {hint}", "dim"))]
     return above, below
 
 
