@@ -47,11 +47,15 @@ def _row(name: str, head: files.Head | None, size: int, evaluations: Evaluations
     return dict(zip(TITLES, (printable(name), *numbers, bytes_text(size), age), strict=False))
 
 
-def _lines(rows: Sequence[Row], states: Iterator[str], columns: float) -> Iterator[str]:
-    """Yield the title and a line for each row, as soon as its state is known, with as many columns as fit."""
+def _lines(rows: Sequence[Row], states: Iterator[str], columns: float, usual: str = "complete") -> Iterator[str]:
+    """Yield the title and a line for each row, as soon as its state is known, with as many columns as fit.
+
+    Args:
+        usual: a state that fits too. A longer one, such as an error, makes its line longer.
+    """
     widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in TITLES[:-1]}
     for title in EXPENDABLE:
-        if sum(widths.values()) + len(widths) + len(" complete") > columns:
+        if sum(widths.values()) + len(widths) + 1 + len(usual) > columns:
             del widths[title]
     first, *others = widths
 
@@ -83,13 +87,14 @@ def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.
                     content = files.read_checkpoint(file.path)
                     if not further:
                         further.extend(["", str(file.path), *details(content, columns)])
-                    known[file.inode] = "intact"
+                    digest = f", digest {combined(content['digests'])}" if content["digests"] else ""
+                    known[file.inode] = f"intact{digest}"
                 except UserError as error:
                     known[file.inode] = str(error).removeprefix(f"{file.path}: ")
             yield known.get(file.inode, file.problem or "complete")
 
     rows = [_row(file.path.name, file.head, file.size, evaluations) for file in checkpoints]
-    yield from _lines(rows, states(), columns)
+    yield from _lines(rows, states(), columns, f"intact, digest {2**32 - 1}" if verbose else "complete")
     yield f"{counted(len(checkpoints), 'name')} in {folder}"
     yield from further
 
