@@ -176,11 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     else:
         notes = write_folder(checkpoint, target, options.dtype)
-        use = f"AutoModelForCausalLM.from_pretrained({str(target)!r})"
+        use = f"pip install transformers, then AutoModelForCausalLM.from_pretrained({str(target)!r})"
     config = GPTConfig(**checkpoint["model_config"])
     parameters = f"{sketch_of(config).num_parameters() / 1e6:,.2f} M parameters, context {config.context_length:,}"
     vocabulary = f"vocabulary {config.vocab_size:,} ({checkpoint['tokenizer'] or 'tokenizer unknown'})"
-    print(printable(f"{source} -> {target}: {parameters}, {vocabulary}; {use}"))
+    print(printable(f"{source} -> {target}: {parameters}, {vocabulary}"))
+    print(printable(f"next: {use}"))
     for note in notes:
         say(f"warning: {note}")
     return 0

@@ -25,7 +25,7 @@ from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted, labelled
 from steadygpt.base.typed import read_json, typed
 from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, scores_of_run
-from steadygpt.checkpoint.files import Launch, checkpoint_files, config_of, open_checkpoint
+from steadygpt.checkpoint.files import Launch, checkpoint_files, config_of, launches_of
 from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.log.metrics import STATUS, read_status
 from steadygpt.run.expected import LOSSES, Prediction, compared_options
@@ -79,15 +79,14 @@ def read_run(folder: Path) -> FinishedRun:
     """
     if not checkpoint_files(folder):
         raise UserError(f"{folder}: no checkpoints; expected the folder of a finished run")
-    _, checkpoint = open_checkpoint("latest", folder)
+    last_step, launches = launches_of(folder)
     status = read_status(folder).get("status")
     if status is None:
         raise UserError(f"{folder / STATUS}: missing or unreadable; expected that of a finished run. Restore the file")
     if status != "finished":
         raise UserError(f"{folder}: the status of the run is {status}; expected finished. Resume it to its end first")
-    last_step = checkpoint["step"]
     settings = []
-    for launch in checkpoint["launches"]:
+    for launch in launches:
         config = config_of(launch)
         if not config.max_steps:  # --num_epochs decided
             config = replace(config, max_steps=last_step)
@@ -99,7 +98,7 @@ def read_run(folder: Path) -> FinishedRun:
     file = folder / EVALUATIONS
     evaluations = read_json(file, Evaluations, "restore the file") if file.exists() else {}
     losses = {}
-    for step, scores in scores_of_run(evaluations, checkpoint["launches"]).items():
+    for step, scores in scores_of_run(evaluations, launches).items():
         loss = scores.get("val_loss")
         if loss is not None:
             losses[step] = typed(

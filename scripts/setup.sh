@@ -35,6 +35,8 @@ find_python
 
 # Create .venv again if it is incomplete or has an older Python.
 is_recent .venv/bin/python || { rm -rf .venv; "$python" -m venv .venv; }
-echo "installing $list into .venv; this takes minutes, because PyTorch is large"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$list"
+echo "installing $list into .venv: PyTorch for a GPU is a download of 3 GB"
+pip() { .venv/bin/python -m pip install --disable-pip-version-check "$@"; }
+pip --quiet 'pip>=24.1'  # older ones have no --progress-bar raw
+pip --progress-bar raw -r "$list" | .venv/bin/python scripts/pip_progress.py
 touch "$stamp"

@@ -19,7 +19,7 @@ import hellaswag_eval
 import prepare_dataset
 from model import GPT
 from optim import OPTIMIZERS
-from steadygpt.base.options import ELSEWHERE, UserError
+from steadygpt.base.options import ELSEWHERE, UserError, options_of
 from steadygpt.config import FIELDS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.memory import estimate_memory
@@ -113,7 +113,7 @@ def test_every_switch_can_be_turned_off_in_every_spelling():
 def test_suggested_options_exist():
     of_commands = prepare_dataset.PrepareOptions, generate.GenerateOptions, hellaswag_eval.EvaluationOptions
     commands = {kind.__name__: kind for kind in (TrainConfig, *of_commands)}
-    options = {command: {f.name for f in dataclasses.fields(kind)} for command, kind in commands.items()}
+    options = {command: {*options_of(kind)} for command, kind in commands.items()}
     elsewhere = tomllib.loads(ELSEWHERE.read_text())
     assert elsewhere.keys() == commands.keys()
     allowed = {*options["TrainConfig"], *options["PrepareOptions"], "nproc_per_node"}  # the last one is torchrun's
@@ -121,6 +121,28 @@ def test_suggested_options_exist():
         for suggestion, theirs in suggestions.items():
             assert not options[command] & {*theirs}
             assert {*re.findall(r"--(\w+)", suggestion)} - {"flag"} <= options[command] | allowed, suggestion
+
+
+# Flags of trainers that docs/from-other-trainers.md names, and of others -> what the error must name.
+OTHERS = {
+    "max_position_embeddings": "--context_length", "rotary_emb_base": "--rotary_base", "drop_last": "no row is dropped",
+    "num_eigenstates": "not offered", "chunk_size": "not offered", "use_gradient_checkpointing": "--activation_",
+    "pct_start": "OneCycle is not", "fp8": "there is no fp8", "use_fp8": "there is no fp8", "amp": "--precision",
+    "tf32": "uses TF32", "cudnn_benchmark": "cuDNN", "cudnn_deterministic": "--deterministic", "streaming": "prepare_",
+    "ds_config": "--sharding fsdp", "deepspeed_config": "--sharding fsdp", "use_8bit_optim": "--sharding fsdp",
+    "bucket_name": "--mirror", "pretokenized": "--data_dir", "subset_size": "--max_files", "n_layers": "--num_layers",
+    "dim": "--embd_size", "d_ff": "--intermediate_size", "benchmark": "--dry_run measure", "vocab_size": "tokenizer",
+    "compile_model": "--compile", "use_flash_attn": "attention kernel", "min_learning_rate": "--min_lr",
+    "checkpoint_every_n_files": "saves every", "mode": "--config", "hidden_dropout": "--dropout",
+    "master_port": "torchrun sets it", "wandb_entity": "WANDB_ENTITY", "global_batch_size": "--total_batch_size",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", OTHERS)
+def test_flags_of_other_trainers_have_an_answer(flag):
+    with pytest.raises(UserError) as refused:
+        parse_args([f"--{flag.replace('_', '-')}", "1"])
+    assert OTHERS[flag] in str(refused.value) and "see --help" not in str(refused.value)
 
 
 def test_help_has_the_steps_of_an_epoch_of_fineweb_edu():

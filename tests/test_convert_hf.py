@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import random
 import resource
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, metrics, reference_model, run_here, weights_content
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import convert_hf
+import generate
 import train
 from convert_hf import write_folder
 from dataloader import RowStream
@@ -268,7 +271,27 @@ OTHERS = {
     "build-nanogpt": ("", NANOGPT, {}, 50257, 50304),
     "build-nanogpt, compiled under DDP": ("module._orig_mod.", NANOGPT, {}, 50257, 50304),
     "gpt2-from-scratch": ("_orig_mod.module.", OURS, {}, 50257, 50304),
+    "train_improved.py": ("_orig_mod.", OURS, {}, 50257, 50304),
 }
+
+
+def improved(shape: dict) -> dict:
+    """Return the content of a checkpoint of train_improved.py without weights: flags, and states of generators."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    place = {"train_curr_shard": 2, "train_curr_pos": 5}
+    return {"args": shape | {"max_lr": 1e-3, "resume": None}, "rng_state": states, "dataloader_state": place}
+
+
+@pytest.mark.parametrize("command", ["train --resume latest", "generate latest", "generate checkpoints/latest.pt"])
+def test_a_folder_of_train_improved_is_no_corrupt_run_and_the_error_names_the_next_command(command, workdir):
+    Path("checkpoints").mkdir()
+    for name in ("latest.pt", "rolling_step_000250.pt"):
+        torch.save(improved(OURS) | {"model": {}}, Path("checkpoints", name))
+    main, *argv = command.split()
+    with pytest.raises(UserError) as raised:
+        {"train": train.main, "generate": generate.main}[main](argv)
+    start = "checkpoints/latest.pt: a checkpoint of train_improved.py; start a new run from its weights, "
+    assert str(raised.value).startswith(start) and "--init_from checkpoints/latest.pt; or" in str(raised.value)
 
 
 @pytest.mark.parametrize("trainer", OTHERS)
@@ -280,6 +303,8 @@ def test_checkpoints_of_other_trainers_are_read_exactly(trainer, tmp_path, monke
     if "bias" in shape:
         weights[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the mask, without flash attention
         content = {"model_args": shape | {"vocab_size": rows, "dropout": 0.2}, "config": {"dataset": "openwebtext"}}
+    elif trainer == "train_improved.py":
+        content = improved(shape)
     else:
         kind = type("GPTConfig", (), {"__module__": "__main__"})
         monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", kind, raising=False)
@@ -336,7 +361,8 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
 def test_the_command_exports_and_imports(workdir, capsys):
     assert run_here() == 0
     assert convert_hf.main(["latest", "exported"]) == 0
-    assert "AutoModelForCausalLM.from_pretrained('exported')" in capsys.readouterr().out
+    load = "AutoModelForCausalLM.from_pretrained('exported')"  # setup.sh does not install transformers
+    assert capsys.readouterr().out.endswith(f"\nnext: pip install transformers, then {load}\n")
     assert convert_hf.main(["exported/", "in/a/new/folder/back.pt"]) == 0
     assert convert_hf.main(["exported", "back.pt"]) == 0
     out = capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import options_page
 import pytest
@@ -84,6 +85,15 @@ def test_messages_that_the_page_of_troubleshooting_quotes_are_said():
         "SignalException",
         "repeated step N has loss ...",
     }
+
+
+def test_links_out_of_the_site_lead_to_the_repository_or_are_text_while_it_has_no_address():
+    link = "see [the results](../benchmarks/RESULTS.md#a), [a page](data.md)"
+    for url, shown in (
+        ("", "see the results, [a page](data.md)"),
+        ("https://x.org/r", "see [the results](https://x.org/r/blob/main/benchmarks/RESULTS.md#a), [a page](data.md)"),
+    ):
+        assert site_hooks.on_page_markdown(link, None, SimpleNamespace(repo_url=url)) == shown
 
 
 def test_words_of_inline_code_do_not_break_on_a_phone():

@@ -1,5 +1,6 @@
 """Commands as the users of other trainers type them, and the scripts of the repository."""
 
+import json
 import os
 import re
 import shlex
@@ -9,15 +10,20 @@ import sys
 from pathlib import Path
 
 import monitor_training
+import numpy as np
+import pip_progress
 import pytest
 from conftest import REPO, TINY, load, need_gpus, options_in, write_data
 from harness import run_to_end
 
+import prepare_dataset
 import replay
 import train
 from steadygpt import config
 from steadygpt.base.options import read_flags
 from steadygpt.machine.host import usable_cores
+
+PAGE = REPO / "docs/from-other-trainers.md"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # exactly as typed
@@ -46,6 +52,16 @@ def test_the_production_preset_plans_a_run(workdir, capsys):
     assert "model        1,414.46 M parameters: 24 layers, 16 heads, 2,048 wide, context 2,048" in plan
     assert "steps        20,000, each of 65,536 tokens (4 rows x 2,048 tokens x 1 rank x 8 micro-steps)" in plan
     assert ", bf16, attention by " in plan
+
+
+def test_the_npz_files_of_a_bucket_become_shards_with_the_command_of_the_page(workdir):
+    [command] = re.findall(r"`python (prepare_dataset\.py --source 'gs://[^`]*)`", PAGE.read_text())
+    Path("bucket").mkdir()
+    for name in ("a", "b"):
+        np.savez(f"bucket/{name}.npz", input_ids=np.arange(3000, dtype=np.uint16))
+    argv = shlex.split(command.replace("gs://", ""))[1:]
+    assert not prepare_dataset.main(argv)
+    assert json.loads(Path(argv[-1], "manifest.json").read_text())["tokenizer"] == "gpt2"
 
 
 def leave_threads_open(rank: int) -> None:
@@ -102,9 +118,39 @@ def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
         subprocess.run(["../repo/setup.sh", *words], check=True, env=os.environ | {"PYTHON": str(python)})
         assert (tmp_path / "repo/.venv/bin/python").is_file() == (words == [])
     assert os.listdir() == []
-    planned, installed = (tmp_path / "noted").read_text().splitlines()
-    assert planned == "train.py --dry_run --config test"
-    assert installed.startswith("-m pip install ") and installed.endswith("-r scripts/requirements.txt")
+    planned, pip, *installed = (tmp_path / "noted").read_text().splitlines()
+    assert planned == "train.py --dry_run --config test" and pip.startswith("-m pip install ")
+    progress, install = sorted(installed, reverse=True)  # both sides of a pipe
+    assert progress == "scripts/pip_progress.py"
+    assert install.startswith("-m pip install ") and install.endswith("--progress-bar raw -r scripts/requirements.txt")
+
+
+PIP = """\
+Collecting torch==2.13.0 (from -r scripts/requirements.txt (line 2))
+  Downloading http://127.0.0.1/torch-2.13.0-cp311-cp311-linux_x86_64.whl.metadata (30 kB)
+Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (500 MB)
+Progress 0 of 500000000
+Progress 250000000 of 500000000
+Progress 500000000 of 500000000
+  Downloading https://127.0.0.1/nvidia_cublas_cu13-13.1-py3-none-linux_x86_64.whl (300 MB)
+Progress 30000000 of 300000000
+Installing collected packages: nvidia-cublas, torch
+"""
+
+
+def test_setup_shows_how_much_is_downloaded_on_a_terminal_and_in_a_file(capsys, monkeypatch):
+    monkeypatch.setattr(pip_progress, "INTERVAL_S", 0.0)
+    shown = [
+        "downloaded 0 MB; torch 0% of 500 MB", "downloaded 250 MB; torch 50% of 500 MB",
+        "downloaded 500 MB; torch 100% of 500 MB", "downloaded 530 MB; nvidia_cublas_cu13 10% of 300 MB",
+        "downloaded 530 MB; unpacking",
+    ]  # fmt: skip
+    pip_progress.show(PIP.splitlines(), is_terminal=False)
+    assert capsys.readouterr().out.splitlines() == shown
+    pip_progress.show(PIP.splitlines(), is_terminal=True)
+    out = capsys.readouterr().out
+    assert [state.rstrip() for state in out.split("\r")[1:]] == shown
+    assert max(map(len, out.split("\r"))) < 80 and out.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh", "setup.sh", "start_tensorboard.sh"])
@@ -155,6 +201,6 @@ def test_a_command_takes_the_folder_of_a_run(options):
 
 def test_the_page_on_other_trainers_has_a_command_for_each():
     """test_doc_commands.py checks that its commands are accepted."""
-    sections = (REPO / "docs/from-other-trainers.md").read_text().split("\n## ")[2:]
+    sections = PAGE.read_text().split("\n## ")[2:]
     assert len(sections) == 6
     assert all(re.search(r"(python|torchrun|accelerate) .*train\.py", section) for section in sections)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import folders, run_here, write_data
 from harness import continue_here
 
@@ -146,6 +147,12 @@ def test_a_run_that_was_extended_is_refused_because_its_first_steps_had_other_le
     train_width("wide", "--resume", "--max_steps", "10")
     with pytest.raises(UserError, match=r"wide: resumed with other options \(max_steps 8 -> 10\); expected the same"):
         predict.main(["narrow", "wide", *LARGER])
+
+
+def test_the_weights_are_not_read_because_those_of_a_large_run_take_minutes(narrower, monkeypatch):
+    monkeypatch.setattr(torch, "load", None)
+    predict.main(["narrow", "wide", *LARGER])
+    assert Path("prediction.json").exists()
 
 
 def test_a_run_that_was_stopped_and_resumed_is_as_good_as_any(narrower):

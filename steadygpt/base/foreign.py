@@ -86,12 +86,25 @@ CONTENTS = {
         "a checkpoint of llama2.c",
         "export it there: python export.py NEW_FOLDER --checkpoint FILE --version -1",
     ),
+    "dataloader_state.train_curr_pos": (
+        "a checkpoint of train_improved.py",
+        "start a new run from its weights, in another --checkpoint_dir: --init_from FILE; or convert them: "
+        "convert_hf.py FILE weights.pt",
+    ),
+    "config.num_eigenstates": (
+        "a checkpoint of a temporal eigenstate network",
+        "its architecture is not offered, so train a new model",
+    ),
     "pytorch-lightning_version": (
         "a checkpoint of Lightning",
         "take the weights out of it, and give them with their config.json",
     ),
     "wte.weight": ("weights without their shape", WITH_CONFIG),
     "embed_tokens.weight": ("weights without their shape", WITH_CONFIG),
+    "model_state_dict": (
+        "a checkpoint of another trainer",
+        "its model is not known; give a Hugging Face folder of it, or train a new one",
+    ),
     "param_groups": ("the state of an optimizer", "give the weights beside it"),
 }
 

@@ -1,7 +1,11 @@
 """Times, sizes and counts in words; imports no PyTorch, so that the monitor starts at once."""
 
 import codecs
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO
 
 STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
 
@@ -30,6 +34,23 @@ def printable(text: str, keep: str = "") -> str:
         return f"\\u{ord(c):04x}" if "\x80" <= c <= "\xff" else c.encode("unicode_escape").decode()
 
     return text if text.isprintable() else "".join(map(shown, text))
+
+
+def columns_of(stream: IO[str]) -> float:
+    """Return the columns of the terminal that a stream is; infinity for a file or a pipe, whose lines are not cut."""
+    with suppress(OSError, ValueError):  # no terminal; closed, or without a descriptor
+        return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal without a size, as in containers
+    return math.inf
+
+
+def fitting(parts: Mapping[str, str], columns: float, expendable: Sequence[str]) -> str:
+    """Return the parts of a line with | between them, without as many of `expendable` as it takes to fit, in order."""
+    kept = dict(parts)
+    for name in expendable:
+        if len(" | ".join(kept.values())) <= columns:
+            break
+        kept.pop(name, None)
+    return " | ".join(kept.values())
 
 
 def duration_text(seconds: float) -> str:

@@ -326,6 +326,10 @@ class Unreadable(UserError):
     """A file cannot be read at this moment; it may be intact."""
 
 
+class NotOurs(UserError):
+    """An intact file of another program."""
+
+
 class _Parts(tuple):
     """A tuple of a pickle, and the number of its parts; the parts of a tuple that it contains twice count twice."""
 
@@ -356,7 +360,7 @@ class _Plain(pickle._Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> type:
-        return type("StandIn", (dict,), {"__init__": lambda *_: None})
+        return type("StandIn", (dict,), {"__init__": lambda *_: None, "__setstate__": lambda *_: None})
 
     def persistent_load(self, storage: object) -> None: ...
 
@@ -375,9 +379,25 @@ class Lineage(TypedDict):
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
     content = load_verified(path, only_plain=True)
+    check_ours(content, path)
     head = typed(content, Head, path, ADVICE)
     lineage = typed(content, Lineage, path, ADVICE)
     return replace(head, origin=origin(lineage["launches"], head.step))
+
+
+class Launches(TypedDict):
+    """The part of a checkpoint's content that says how the run was launched."""
+
+    launches: list[Launch]
+
+
+def launches_of(folder: Path) -> tuple[int, list[Launch]]:
+    """Return the step and the launches of the newest checkpoint in a folder, without reading its tensors."""
+    newest = next(iter(scan(folder)))
+    content = typed(load_verified(newest.path, only_plain=True), Launches, newest.path, ADVICE)
+    for entry in content["launches"]:
+        _complete(entry, newest.path)
+    return read_head(newest.path).step, content["launches"]
 
 
 # Each file is read only once, because thousands of files take seconds.
@@ -389,6 +409,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
 
     With only_plain, tensors are neither read nor verified.
     """
+    plain = None
     try:
         with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
             [name] = [member_name for member_name in archive.namelist() if member_name.endswith("/data.pkl")]
@@ -413,16 +434,34 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
             problem = f"{path}: cannot be read ({cause.strerror or cause})"
             raise Unreadable(f"{problem}; fix the disk or the permissions, or give an older file") from error
         if isinstance(error, pickle.UnpicklingError):
+            known = what_it_holds(plain, path) if isinstance(plain, dict) and "format_version" not in plain else ""
+            if known:
+                raise NotOurs(f"{path}: {known}") from None
             reason = "more than tensors and plain types"
         else:
             reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
 
 
+def check_ours(content: Any, path: Path) -> None:
+    """Refuse the content of a file of another program, and say what to do with it."""
+    if isinstance(content, dict) and "format_version" not in content:
+        raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
+
+
+def _complete(entry: Launch, path: Path) -> TrainConfig:
+    """Give a launch the defaults of options that were added since its file was written; return its configuration."""
+    name = f"{path}: options at step {entry['step']:,}"
+    asked = typed(entry["options"], TrainConfig, name, ADVICE)
+    config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
+    entry["options"] = {name: getattr(asked, name) for name in STORED}
+    entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
+    return config
+
+
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
-    if isinstance(content, dict) and "format_version" not in content:
-        raise UserError(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
+    check_ours(content, path)
     read = partial(typed, content, name=path, advice=ADVICE)
     checkpoint = read(CheckpointContent) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
     model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
@@ -439,12 +478,7 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     rows = checkpoint["rows_consumed"]
     expected = rows
     for entry in checkpoint["launches"]:
-        name = f"{path}: options at step {entry['step']:,}"
-        # Options that were added since the file was written have their defaults.
-        asked = typed(entry["options"], TrainConfig, name, ADVICE)
-        config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
-        entry["options"] = {name: getattr(asked, name) for name in STORED}
-        entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
+        config = _complete(entry, path)
         expected = entry["row"] + (checkpoint["step"] - entry["step"]) * config.rows_per_step
     if rows != expected:
         raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and launches; {ADVICE}")
@@ -474,14 +508,19 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         path = folder / NAMED[which] if which in NAMED else Path(which)
         return Found(path, read_checkpoint(path))
     damaged: dict[Path, str] = {}
+    foreign: list[NotOurs] = []
     for file in scan(folder):
         try:
             return Found(file.path, read_checkpoint(file.path), damaged)
         except Unreadable:
             raise
         except UserError as error:
+            if isinstance(error, NotOurs):
+                foreign.append(error)
             step = f", step {file.head.step:,}" if file.head else ""
             damaged[file.path] = f"{file.path}{step}: {str(error).removeprefix(f'{file.path}: ')}"
+    if foreign and len(foreign) == len(damaged):
+        raise foreign[0]
     if damaged:
         files = "; ".join(damaged.values())
         raise UserError(f"{folder}: all checkpoints are corrupt: {files}. Restore a copy, or resume with --mirror")

@@ -1,67 +1,105 @@
 """Tables of checkpoints, in a folder and in a mirror, and the contents of a checkpoint."""
 
+import math
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from steadygpt.base.options import UserError
-from steadygpt.base.text import bytes_text, counted, duration_text, printable
+from steadygpt.base.text import bytes_text, columns_of, counted, duration_text, printable
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.machine.digests import combined
 
-_LINE = "{:<26} {:>8} {:>7} {:>8} {:>8} {:>9} {:>7} {:>12} {:>12}  {}".format
-_TITLE = _LINE("file", "step", "epoch", "loss", "last val", "bits/byte", "CORE", "size", "age", "state")
+TITLES = ("file", "step", "epoch", "loss", "last val", "bits/byte", "CORE", "size", "age", "state")
+# Columns that a terminal too narrow for all of them does not show, the least important first.
+EXPENDABLE = ("CORE", "epoch", "bits/byte", "size", "loss", "age", "last val", "step")
+Row = Mapping[str, str]  # title -> cell
 
 
 def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> int:
     """Print the checkpoints of a folder, or of a mirror if one is given, and return the exit status."""
-    for line in mirror_table(Mirror(mirror)) if mirror else checkpoint_table(folder, verbose):
-        print(printable(line), flush=True)
+    columns = columns_of(sys.stdout)
+    for line in mirror_table(Mirror(mirror), columns) if mirror else checkpoint_table(folder, verbose, columns):
+        text = printable(line)
+        if len(text) > columns:  # an error in the last column, a long path
+            text = "\n".join(wrap(text, int(columns), subsequent_indent="    ", break_on_hyphens=False))
+        print(text, flush=True)
     return 0
 
 
-def _line(name: str, head: files.Head | None, size: int, state: str, evaluations: Evaluations) -> str:
-    """Return the line of a file; its size is in bytes."""
+def _row(name: str, head: files.Head | None, size: int, evaluations: Evaluations) -> Row:
+    """Return the cells of a file, without its state; its size is in bytes."""
     values: dict[str, Any] = {}
     if head:
         # A checkpoint is captured before the evaluation of its step. So its head has the scores of an earlier step,
         # which are shown only if its own step was not evaluated.
         values = vars(head) | evaluations.get(head.origin, {}).get(head.step, {})
     forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f", "core": ".4f"}
-    shown = ["-" if values.get(key) is None else format(values[key], form) for key, form in forms.items()]
+    numbers = ["-" if values.get(key) is None else format(values[key], form) for key, form in forms.items()]
     age = duration_text(max(0.0, time.time() - head.saved_at)) if head else "-"
-    return _LINE(name, *shown, bytes_text(size), age, state)
+    return dict(zip(TITLES, (printable(name), *numbers, bytes_text(size), age), strict=False))
 
 
-def checkpoint_table(folder: Path, verbose: bool = False) -> Iterator[str]:
-    """Yield the lines of --list_checkpoints. With `verbose`, verify the files, and add what each of them contains."""
+def _lines(rows: Sequence[Row], states: Iterator[str], columns: float, usual: str = "complete") -> Iterator[str]:
+    """Yield the title and a line for each row, as soon as its state is known, with as many columns as fit.
+
+    Args:
+        usual: a state that fits too. A longer one, such as an error, makes its line longer.
+    """
+    widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in TITLES[:-1]}
+    for title in EXPENDABLE:
+        if sum(widths.values()) + len(widths) + 1 + len(usual) > columns:
+            del widths[title]
+    first, *others = widths
+
+    def line(row: Row, state: str) -> str:
+        cells = [f"{row[first]:<{widths[first]}}", *(f"{row[title]:>{widths[title]}}" for title in others)]
+        return f"{' '.join(cells)}  {state}"
+
+    yield line(dict(zip(TITLES, TITLES, strict=True)), TITLES[-1])
+    yield from map(line, rows, states)
+
+
+def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.inf) -> Iterator[str]:
+    """Yield the lines of --list_checkpoints. With `verbose`, verify the files, and add what the newest one contains.
+
+    Args:
+        columns: of the terminal.
+    """
     checkpoints = files.scan(folder)
     if not checkpoints:
         raise files.no_checkpoints(folder)
     evaluations = read_evaluations(folder)
-    states: dict[int, str] = {}  # by inode, so that a file with several names is verified once
     further: list[str] = []
-    yield _TITLE
-    for file in checkpoints:
-        if verbose and file.head and file.inode not in states:
-            try:
-                further += ["", str(file.path), *details(files.read_checkpoint(file.path))]
-                states[file.inode] = "intact"
-            except UserError as error:
-                states[file.inode] = str(error).removeprefix(f"{file.path}: ")
-        state = states.get(file.inode, file.problem or "complete")
-        yield _line(file.path.name, file.head, file.size, state, evaluations)
+
+    def states() -> Iterator[str]:
+        known: dict[int, str] = {}  # by inode, so that a file with several names is verified once
+        for file in checkpoints:
+            if verbose and file.head and file.inode not in known:
+                try:
+                    content = files.read_checkpoint(file.path)
+                    if not further:
+                        further.extend(["", str(file.path), *details(content, columns)])
+                    digest = f", digest {combined(content['digests'])}" if content["digests"] else ""
+                    known[file.inode] = f"intact{digest}"
+                except UserError as error:
+                    known[file.inode] = str(error).removeprefix(f"{file.path}: ")
+            yield known.get(file.inode, file.problem or "complete")
+
+    rows = [_row(file.path.name, file.head, file.size, evaluations) for file in checkpoints]
+    yield from _lines(rows, states(), columns, f"intact, digest {2**32 - 1}" if verbose else "complete")
     yield f"{counted(len(checkpoints), 'name')} in {folder}"
     yield from further
 
 
-def mirror_table(mirror: Mirror) -> Iterator[str]:
+def mirror_table(mirror: Mirror, columns: float = math.inf) -> Iterator[str]:
     """Yield the lines of --list_checkpoints --mirror; compare the sizes of files with the index, but read no file."""
     entries = mirror.patiently(mirror.index).checkpoints
     if not entries:
@@ -71,15 +109,14 @@ def mirror_table(mirror: Mirror) -> Iterator[str]:
     if EVALUATIONS in sizes:
         content = mirror.patiently(lambda: mirror.read(EVALUATIONS))
         evaluations = parse_evaluations(content, f"{mirror.url}/{EVALUATIONS}")
-    yield _TITLE
-    for name, entry in entries.items():
-        state = "complete" if sizes.get(entry.file) == entry.size else "missing or incomplete"
-        yield _line(name, entry, entry.size, state, evaluations)
+    rows = [_row(name, entry, entry.size, evaluations) for name, entry in entries.items()]
+    is_whole = (sizes.get(entry.file) == entry.size for entry in entries.values())
+    yield from _lines(rows, ("complete" if whole else "missing or incomplete" for whole in is_whole), columns)
     yield f"{counted(len(entries), 'name')} of {counted(len(set(entries.values())), 'file')} in {mirror.url}"
 
 
-def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about the content of a checkpoint: numbers, last launch, options, and the shapes of its tensors."""
+def details(checkpoint: Mapping[str, Any], columns: float = math.inf) -> Iterator[str]:
+    """Yield lines about the content of a checkpoint: numbers, last launch, options, and the shapes of its weights."""
     digest = combined(checkpoint["digests"]) if checkpoint["digests"] else ""
     parts = {"content": {**checkpoint, "digest": digest}}
     launches = checkpoint["launches"]
@@ -90,7 +127,10 @@ def details(checkpoint: Mapping[str, Any]) -> Iterator[str]:
         for name in ("tokenizer_json", "tokenizer_files"):
             shown.pop(name, None)  # thousands of lines; the SHA-256 of the tokenizer is shown instead
         text = ", ".join(f"{name} {value}" for name, value in shown.items())
-        yield from wrap(f"{part:<10} {text}", 118, initial_indent="  ", subsequent_indent=" " * 13)
-    tensors = files.named_tensors(checkpoint).items()
+        yield from wrap(f"{part:<10} {text}", int(min(columns, 118)), initial_indent="  ", subsequent_indent=" " * 13)
+    tensors = checkpoint["model"].items()
     alike = Counter(f"{re.sub('^h[.][0-9]+', 'h.*', name)} {tuple(tensor.shape)}" for name, tensor in tensors)
     yield from (f"{count:>11} x {text}" for text, count in alike.items())
+    kept = sorted({kind for state in checkpoint["optimizer"].values() for kind in state})
+    if kept:
+        yield f"  {'optimizer':<10} {', '.join(kept)}"

@@ -48,6 +48,9 @@ from steadygpt.network import hub
 GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the second has the unused rows of nanoGPT
 UNKNOWN = TokenizerRecord("")
+FLAGS_OF_SHAPE = ("num_layers", "num_heads", "embd_size", "context_length")
+# What the state of numpy's random numbers consists of in a pickle; numpy 1 has other modules.
+NUMPY = ("ndarray", "dtype", "core.multiarray._reconstruct", "_core.multiarray._reconstruct")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST_KEPT = 2**20  # bytes of a file that kept_files() keeps
 
@@ -177,20 +180,36 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
 # files and folders
 
 
+class _Ignored:
+    """Stands for an object in a file that is not needed, so that no code of the file runs."""
+
+    def __init__(self, *arguments: object): ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
 def _read_file(path: Path, user_record: TokenizerRecord) -> dict:
     # A file of build-nanogpt contains its pickled GPTConfig. An empty class replaces it, so no code of the file runs.
     stand_in = type("GPTConfig", (), {})
     modules = ("__main__", "model", "train_gpt2")
-    with torch.serialization.safe_globals([(stand_in, f"{module}.GPTConfig") for module in modules]):
+    stand_ins: list = [(stand_in, f"{module}.GPTConfig") for module in modules]
+    with torch.serialization.safe_globals(stand_ins + [(_Ignored, f"numpy.{name}") for name in NUMPY]):
         content = load_verified(path)
     content = content if isinstance(content, dict) else {}
     shape = content.get("model_args", content.get("config"))
+    flags = content.get("args")
     if isinstance(shape, dict) and "block_size" not in shape:
         shape = None  # the file is from another program, see as_checkpoint
+    fields: dict[str, Any]
     if isinstance(shape, dict) and "model_args" in content:
         fields = {"activation": "gelu"} | shape  # nanoGPT
     elif isinstance(shape, stand_in):
         fields = {"activation": "gelu_tanh"} | vars(shape)  # build-nanogpt; gpt2-from-scratch has names of GPTConfig
+    elif isinstance(flags, dict) and "embd_size" in flags and isinstance(content.get("model"), dict):
+        tables = [table for name, table in content["model"].items() if str(name).endswith("wte.weight")]
+        rows = len(tables[0]) if tables and isinstance(tables[0], Tensor) else None
+        shape = {name: flags.get(name) for name in FLAGS_OF_SHAPE} | {"vocab_size": rows}
+        fields = {"activation": "gelu_tanh"} | shape  # train_improved.py
     else:
         return with_tokenizer(as_checkpoint(content, path), user_record, path)
     names = {ours: theirs for ours, theirs in NANOGPT.fields.items() if ours not in fields}

@@ -21,7 +21,7 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.opening import open_to_write
 from steadygpt.base.options import mute
 from steadygpt.base.retry import brief
-from steadygpt.base.text import duration_text, labelled, printable
+from steadygpt.base.text import columns_of, duration_text, fitting, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
 from steadygpt.log.metrics import LOG, METRICS, STATUS, LineFile, Metrics, without_nan
@@ -37,6 +37,8 @@ STEP_FORMS = {
     "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
     "tokens_per_second": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "cost": "cost {:,.2f}",
 }  # fmt: skip
+# What a terminal that is too narrow for a step's line does not show, the least important first.
+EXPENDABLE = ("share", "step_ms", "mfu", "cost", "lr", "grad_norm", "tokens_per_second", "left")
 
 
 class RunLog:
@@ -99,11 +101,14 @@ class RunLog:
             facts: for status.json, besides the numbers.
         """
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
-            shown = [form.format(numbers[name]) for name, form in STEP_FORMS.items() if numbers.get(name) is not None]
-            shown += [f"{name} {value:.4g}" for name, value in metrics.items()]
-            place = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
-            line = " | ".join([place, *shown, f"{(step + 1) / self.max_steps:.1%}", f"ETA {duration_text(left_s)}"])
-            self._record("train", step, {**numbers, **metrics}, line)
+            shown = {"place": f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"}
+            for name, form in STEP_FORMS.items():
+                if numbers.get(name) is not None:
+                    shown[name] = form.format(numbers[name])
+            shown |= {name: f"{name} {value:.4g}" for name, value in metrics.items()}
+            shown |= {"share": f"{(step + 1) / self.max_steps:.1%}", "left": f"ETA {duration_text(left_s)}"}
+            brief = fitting(shown, columns_of(sys.stdout), [*metrics, *EXPENDABLE])
+            self._record("train", step, {**numbers, **metrics}, " | ".join(shown.values()), brief)
         left = {} if is_first else {"eta_s": round(left_s)}
         self.note(doing="training", step=step + 1, **numbers, **metrics, **left, **facts)
         self.beat()
@@ -122,12 +127,14 @@ class RunLog:
         self._record("system", self.facts["step"], metrics)
         self.note(load=dict(metrics))
 
-    def _record(self, group: str, step: int, numbers: Mapping[str, float | None], line: str = "") -> None:
+    def _record(
+        self, group: str, step: int, numbers: Mapping[str, float | None], line: str = "", brief: str = ""
+    ) -> None:
         """Write a line of text, if there is one, and numbers to the sinks, as curves of a group."""
         measured = {name: number for name, number in numbers.items() if number is not None}
         with self.lock:
             if line:
-                self.say(line)
+                self.say(line, brief=brief)
             self.tell("log", step, measured)
             self.tell("curves", step, {name: number for name, number in measured.items() if name != "digest"}, group)
 
@@ -148,14 +155,14 @@ class RunLog:
                 self.failed.add(name)
                 self.warn(f"cannot write to {name}: {error}; training continues")
 
-    def say(self, text: str, stream: TextIO | None = None) -> None:
-        """Write lines of text to the console and to log.txt."""
+    def say(self, text: str, stream: TextIO | None = None, brief: str = "") -> None:
+        """Write lines of text to the console, where `brief` may replace them, and to log.txt."""
         text = printable(text, keep="\n\t")
         stream = stream or sys.stdout
         with self.lock:
             if self.ranks.is_main:
                 try:
-                    print(text, file=stream, flush=True)
+                    print(printable(brief) or text, file=stream, flush=True)
                 except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
                     mute(stream)
             if self.sinks:

@@ -66,7 +66,8 @@ class TensorBoard:
     def histograms(self, step: int, model: nn.Module) -> None:
         """Add histograms of parameters and gradients, of at most HISTOGRAM_VALUES values each."""
         for name, parameter in model.named_parameters():
-            for kind, tensor in (("parameters", parameter.detach()), ("parameters_grad", parameter.grad)):
+            # TensorBoard sorts by tag: the curves of eval, system and train come before these.
+            for kind, tensor in (("weights", parameter.detach()), ("weights_grad", parameter.grad)):
                 if tensor is None:
                     continue
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP: this rank's shard

@@ -39,13 +39,28 @@ GPU_FORMS = {
 COUNT_UNITS = ("", " k", " M", " B", " T")
 LABEL_WIDTH = 8  # of the values beside a chart
 MIN_CHART_ROWS = 5
+FACT_ROWS = (99, 4, 3, 2)  # of FACTS; fewer where the chart would have no room
 MAX_OTHERS = 8  # other runs that are listed
 # The bits of a braille character's dots, from the top to the bottom of its left and its right column.
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
-    """Return the view with a chart as high as the console has room for, and with `hint` in its last line."""
+    """Return the view with a chart as high as the console has room for, and with `hint` in its last line.
+
+    Where a chart has no room, facts, other runs and the middle of the summary are left out.
+    """
+    for most in FACT_ROWS:
+        above, below = around_chart(snapshot, hint, most)
+        rows = console.height - len(console.render_lines(Group(*above, *below))) - 2  # with an empty line
+        if rows >= MIN_CHART_ROWS and any(snapshot.curves.values()):
+            return Group(*above, *chart(snapshot.curves, console.width, rows), "", *below)
+    above, below = around_chart(snapshot, hint, FACT_ROWS[0])
+    return Group(*above, *below)
+
+
+def around_chart(snapshot: Snapshot, hint: str, most: int) -> tuple[list[RenderableType], list[RenderableType]]:
+    """Return what is above and below the chart, with at most this many rows of facts."""
     status = snapshot.status
     state = state_of(snapshot)
     is_running = state.name == "running"
@@ -53,12 +68,12 @@ def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
     load = status.get("load", {}) if is_running else {}
     # After the end the newest warning is advice, so it may take several lines.
     warnings = [line_of(("warning ", "yellow"), line, no_wrap=is_running) for line in status.get("warnings", [])[-3:]]
-    above = [*heading(status, state), "", facts(snapshot, load), "", *gpus(load), *other_runs(snapshot)]
-    below = [*warnings, *map(line_of, status.get("summary", ())), line_of((f"{snapshot.folder}   {hint}", "dim"))]
-    rows = console.height - len(console.render_lines(Group(*above, *below))) - 2  # with an empty line
-    if rows >= MIN_CHART_ROWS and any(snapshot.curves.values()):
-        above += [*chart(snapshot.curves, console.width, rows), ""]
-    return Group(*above, *below)
+    summary = status.get("summary", [])
+    if most < FACT_ROWS[0]:
+        summary = summary[:1] + summary[1:][-1:]  # the time, and what to do next
+    above = [*heading(status, state), "", facts(snapshot, load, most), "", *gpus(load), *other_runs(snapshot, most)]
+    below: list[RenderableType] = [*warnings, *map(line_of, summary), line_of((f"{snapshot.folder}   {hint}", "dim"))]
+    return above, below
 
 
 def line_of(*parts: str | tuple[str, str], no_wrap: bool = True) -> Text:
@@ -93,8 +108,8 @@ def heading(status: Status, state: State) -> list[RenderableType]:
     return lines
 
 
-def facts(snapshot: Snapshot, load: Mapping[str, float]) -> Columns:
-    """Return the columns of FACTS, names and values. Unknown values are left out."""
+def facts(snapshot: Snapshot, load: Mapping[str, float], most: int) -> Columns:
+    """Return the columns of FACTS, names and values, of at most so many rows. Unknown values are left out."""
     status = snapshot.status
     values: dict[str, Any] = {**status, **load, "disk": bytes_text(shutil.disk_usage(snapshot.folder).free)}
     times = {"saved": snapshot.saved_at}
@@ -111,7 +126,8 @@ def facts(snapshot: Snapshot, load: Mapping[str, float]) -> Columns:
         column = Table.grid(Column(style="dim", no_wrap=True), Column(no_wrap=True), padding=(0, 1))
         for name, form in forms.items():
             with suppress(KeyError):
-                column.add_row(name, form.format_map(values))
+                if column.row_count < most:
+                    column.add_row(name, form.format_map(values))
         columns.append(column)
     return Columns(columns, expand=True, padding=(0, 2))
 
@@ -131,20 +147,21 @@ def gpus(load: Mapping[str, float]) -> list[RenderableType]:
     return [Columns(lines, column_first=True, padding=(0, 2)), ""] if lines else []
 
 
-def other_runs(snapshot: Snapshot) -> list[RenderableType]:
-    """Return a line for each of the other runs in the folder, the newest first, and an empty line."""
+def other_runs(snapshot: Snapshot, most: int) -> list[RenderableType]:
+    """Return a line for each of the newest other runs in the folder, at most so many, and an empty line."""
     if not snapshot.other_runs:
         return []
     columns = [Column("other runs", no_wrap=True), *(Column(no_wrap=True, justify="right") for _ in range(4))]
     table = Table(*columns, box=None, header_style="dim", pad_edge=False)
-    for name, other in list(snapshot.other_runs.items())[:MAX_OTHERS]:
+    most = min(most, MAX_OTHERS)
+    for name, other in list(snapshot.other_runs.items())[:most]:
         status = other.status
         state = state_of(other).name
         step = f"step {status.get('step', 0):,} of {status.get('max_steps', 0):,}"
         loss = f"loss {status['loss']:.4f}" if "loss" in status else ""
         val_loss = f"val loss {status['val_loss']:.4f}" if "val_loss" in status else ""
         table.add_row(line_of(name), line_of((state, COLOURS.get(state, "red"))), step, loss, val_loss)
-    left_out = len(snapshot.other_runs) - MAX_OTHERS
+    left_out = len(snapshot.other_runs) - most
     if left_out > 0:
         table.add_row(f"and {left_out:,} more")
     return [table, ""]

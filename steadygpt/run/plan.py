@@ -44,6 +44,7 @@ from steadygpt.run.schedule import Schedule, with_steps
 
 SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
 ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known
+WORTH_A_GPU_S = 60  # on the assumed GPU; its time says nothing about a shorter run, which is meant for this device
 SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
 CHARACTERS_PER_TOKEN = 4  # roughly, in English
@@ -463,6 +464,8 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
         if precision == "fp32":
             peak /= 2  # as TF32 (set_up)
         seconds = tokens * in_training / (SHARE_OF_PEAK * peak) * (1 + evaluation)
+        if where and seconds < WORTH_A_GPU_S:
+            return [labelled("time", f"unknown here: {work}; run --dry_run measure")]
         where += f"on {count} x {gpu} {duration_text(seconds)}"
         time = f"{where}, at {SHARE_OF_PEAK:.0%} of the peak in {precision}: {work}; run --dry_run measure"
     lines = [labelled("time", time)]

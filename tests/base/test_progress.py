@@ -1,6 +1,7 @@
 """Tests of steadygpt/base/progress.py: lines in a log file, a moving line on a terminal of any size."""
 
 import fcntl
+import io
 import os
 import pty
 import struct
@@ -10,9 +11,12 @@ import time
 from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from steadygpt.base import progress
 from steadygpt.base.progress import ProgressBar, say
+from steadygpt.base.text import columns_of
 
 
 def test_in_a_log_file_each_state_is_a_line(capsys, monkeypatch):
@@ -57,19 +61,38 @@ def test_names_of_files_cannot_control_the_terminal(capsys):
     assert first == "a\\x1b[2J\\n: corrupt" and second.startswith("b\\x1b[2J\\n: 100%")
 
 
-@pytest.mark.parametrize("columns", [0, 60, 100])  # the numbers alone take up to 45
-def test_on_a_terminal_the_bar_fills_its_width(monkeypatch, columns):
+def states_on_a_terminal(columns: int, desc: str, total: int | None) -> list[str]:
+    """Return what a bar shows one after the other on a terminal of this width."""
     main_end, other_end = pty.openpty()
     fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with open(other_end, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with ProgressBar(desc="working", total=1000, unit="B") as bar:
+    with open(other_end, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        assert columns_of(terminal) == (columns or 80)
+        patch.setattr(sys, "stderr", terminal)
+        with ProgressBar(desc=desc, total=total, unit="B") as bar:
             for _ in range(10):
+                bar.set_postfix_str("3.00M tokens/s", refresh=False)
                 bar.update(100)
     text = b""
     with suppress(OSError):  # the other end is closed, and all is read
         while part := os.read(main_end, 10**6):
             text += part
-    states = text.decode().replace("\n", "").split("\r")
-    assert "100%" in states[-2]
-    assert {len(state) for state in states if state} == {columns - 1 if columns else 80}
+    os.close(main_end)
+    return [state for state in text.decode().replace("\n", "").split("\r") if state]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    columns=st.sampled_from([0]) | st.integers(40, 200),
+    desc=st.text("abc ", min_size=1, max_size=60),
+    total=st.sampled_from([None, 1000]),
+)
+def test_on_a_terminal_no_state_of_a_bar_is_longer_than_its_width(columns, desc, total):
+    lengths = {*map(len, states_on_a_terminal(columns, desc, total))}
+    assert max(lengths) <= (columns or 80)
+    if total:  # the bar fills the line
+        assert lengths == {columns - 1 if columns else 80}
+
+
+def test_a_file_and_a_pipe_have_no_width(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        assert columns_of(file) == columns_of(io.StringIO()) == float("inf")

@@ -1,6 +1,8 @@
 """The table of a checkpoint folder, from the heads of its files or verified; averages of checkpoints."""
 
+import contextlib
 import errno
+import io
 import json
 import os
 import pickle
@@ -15,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, run_content, run_here
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from injected import fail_reads
 
 from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint import files
+from steadygpt.checkpoint import files, table
 from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors, find_checkpoint, open_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
@@ -52,7 +56,7 @@ def test_a_few_bytes_of_a_file_cannot_take_all_memory(tmp_path):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}r\xff\xff\xff\x00.")
     tracemalloc.start()
-    with pytest.raises(UserError, match="saved_at"):
+    with pytest.raises(UserError, match="not a checkpoint of SteadyGPT"):
         files.read_head(tmp_path / "latest.pt")
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
@@ -195,19 +199,53 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     write_checkpoint(tmp_path, 10, ROLLING.format(10))
     there = [*files.checkpoint_files(tmp_path), tmp_path / ROLLING.format(30)]
     monkeypatch.setattr(files, "checkpoint_files", lambda folder: there)
-    table = checkpoint_table(tmp_path, verbose=True)
-    lines = [next(table), next(table)]  # the one of step 20 is verified
+    printed = checkpoint_table(tmp_path, verbose=True)
+    lines = [next(printed), next(printed)]  # the one of step 20 is verified
     for path in tmp_path.iterdir():
         path.unlink()
-    later, last, _, name, *details, weights, moments = table
-    assert lines[1].startswith(ROLLING.format(20)) and lines[1].endswith("  intact")
+    later, last, _, name, *details, weights, optimizer = printed
+    assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact, digest \d+", lines[1])
     assert later.startswith(ROLLING.format(10)) and "  no such checkpoint; " in later
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
     assert "system_metrics_s 10.0, sharding ddp, " in text and "tokenizer_json" not in text
     assert re.search(r"digest \d+ last launch id 0000", text)
-    assert (weights, moments) == ("          1 x weight (1000,)", "          1 x weight.exp_avg (1000,)")
+    assert (weights, optimizer) == ("          1 x weight (1000,)", "  optimizer  exp_avg")
+
+
+def test_the_verbose_table_shows_the_content_of_the_newest_file_only(tmp_path):
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, step, ROLLING.format(step))
+    lines = [*checkpoint_table(tmp_path, verbose=True)]
+    assert [line for line in lines if line.startswith(str(tmp_path))] == [f"{tmp_path}/{ROLLING.format(30)}"]
+
+
+@pytest.fixture(scope="module")
+def listed_folder(tmp_path_factory) -> Path:
+    """Return a folder with long names, a long path and a damaged file."""
+    folder = tmp_path_factory.mktemp("a-folder-with-a-name-of-more-than-forty-columns")
+    write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3, digests={"weight": 7})
+    write_checkpoint(folder, 123_457, "latest.pt")
+    damage(folder / "latest.pt", "truncated")
+    scores = {"val_loss": 3.5, "val_bpb": 1.25, "core": -0.125}
+    (folder / "evaluations.json").write_text(json.dumps({"0" * 16: {"123456": scores}}))
+    return folder
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(columns=st.integers(40, 200), verbose=st.booleans())
+def test_no_line_of_the_table_is_longer_than_the_terminal(listed_folder, columns, verbose):
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(table, "columns_of", lambda stream: columns)
+        print_checkpoints(listed_folder, verbose=verbose)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    missing = [title for title in table.EXPENDABLE if title not in lines[0]]
+    assert missing == [*table.EXPENDABLE[: len(missing)]] and (not missing or columns < 130)
+    assert "file" in lines[0] and "state" in lines[0]
+    assert ROLLING.format(123_456) in out.getvalue() and " corrupt" in out.getvalue()
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
@@ -411,7 +449,7 @@ def test_table_runs_no_code_of_a_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
     _, line, _ = checkpoint_table(tmp_path)
-    assert "  saved_at is None; expected a value; take another checkpoint, or " in line
+    assert "  not a checkpoint of SteadyGPT; " in line
     assert names(tmp_path) == ["latest.pt"]
 
 

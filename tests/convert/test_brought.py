@@ -299,6 +299,9 @@ def empty(path: Path) -> None:
     ("model_000100.pt", torch_file({"transformer.h.0.attn.c_q.weight": torch.ones(2)}), "checkpoint of nanochat; conv"),
     ("x.ckpt", torch_file({"state_dict": {}, "pytorch-lightning_version": "2"}), "a checkpoint of Lightning"),
     ("optimizer.pt", torch_file({"state": {}, "param_groups": []}), "the state of an optimizer"),
+    ("final_model.pt", torch_file({"model_state_dict": {}, "config": {"num_eigenstates": 4}}), "temporal eigenstate"),
+    ("checkpoint-5.pt", torch_file({"model_state_dict": {}, "optimizer_state_dict": {"param_groups": []}}),
+     "a checkpoint of another trainer"),
 ])  # fmt: skip
 def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message):
     Path("in").mkdir()

@@ -1,6 +1,8 @@
 """The run log: log.txt, metrics.jsonl, TensorBoard and status.json."""
 
+import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -13,13 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import evaluations, open_log, run_here, scalars
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.text import duration_text
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
-from steadygpt.log import metrics
+from steadygpt.log import metrics, runlog
 from steadygpt.log.metrics import read_records, read_status
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
@@ -54,6 +58,24 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5, "grad_norm": null\}\n', line)
     assert abs(json.loads(line)["time"] - time.time()) < 60
     assert (tmp_path / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(columns=st.integers(40, 200), max_steps=st.integers(1, 10**6), numbers=st.lists(st.floats(1, 9e3), max_size=7))
+def test_a_step_fits_the_terminal_and_log_txt_has_all_of_it(tmp_path, columns, max_steps, numbers):
+    names = ("loss", "lr", "grad_norm", "step_ms", "tokens_per_second", "mfu", "cost")
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(runlog, "columns_of", lambda stream: columns)
+        log = open_log(config(tmp_path, max_steps=max_steps), None)
+        log.step(max_steps - 1, dict(zip(names, numbers, strict=False)), {"z_loss": 0.125}, 1e6, is_first=False)
+        log.close()
+    line = out.getvalue().splitlines()[-1]
+    whole = (tmp_path / "log.txt").read_text().splitlines()[-1]
+    assert len(line) <= columns and {*line.split(" | ")} <= {*whole.split(" | ")}
+    assert f"{max_steps - 1}/{max_steps}" in line and (" loss " in line) == bool(numbers)
+    assert "z_loss 0.125" in whole and whole.endswith("| 100.0% | ETA 11 d 13 h")
+    assert line == whole or len(whole) > columns
 
 
 def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path):
@@ -133,9 +155,8 @@ def test_tensorboard_curves_have_no_duplicate_steps_after_a_resume(tmp_path, mon
     folder = tmp_path / "tensorboard"
     assert scalars(folder)["eval/loss"] == {s: 1.0 if s < 4 else 2.0 for s in range(8)}
     tags = EventAccumulator(str(folder)).Reload().Tags()
-    assert set(tags["histograms"]) == {
-        f"{kind}/{p}" for kind in ("parameters", "parameters_grad") for p in ("weight", "bias")
-    }
+    names = {f"{kind}/{p}" for kind in ("weights", "weights_grad") for p in ("weight", "bias")}
+    assert set(tags["histograms"]) == names and min(names) > "train/loss"  # TensorBoard sorts by name
     assert any("sample" in tag for tag in tags["tensors"])
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import REPO
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -369,16 +369,19 @@ def shown(checkpoints: Path, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(40, 200), height=st.integers(10, 60))
+@example(width=80, height=24)
 @pytest.mark.parametrize("name", RUNS)
-def test_view_fits_the_terminal(tmp_path, name, size):
+def test_view_fits_the_terminal_and_has_curves_from_80_x_24_on(tmp_path, name, width, height):
     changes, load, warnings = RUNS[name]
     checkpoints = write_run(tmp_path, warnings=warnings, load=load, **changes)
-    lines = shown(checkpoints, *size)
-    assert len(lines) <= size[1] and all(line.isprintable() for line in lines)
-    assert any("a long\\t\\x1b[31m warning" in line for line in lines) == bool(name == "8 GPUs")
-    assert max(map(cell_len, lines)) <= size[0]
-    assert max(map(cell_len, shown(checkpoints, 40, 10))) <= 40
+    lines = shown(checkpoints, width, height)
+    assert all(line.isprintable() for line in lines) and max(map(cell_len, lines)) <= width
+    assert any("a long\\t" in line for line in lines) == bool(name == "8 GPUs")
+    if width >= 80 and height >= 24:
+        assert len(lines) <= height
+        assert any("\u2801" <= character <= "\u28ff" for line in lines for character in line)
 
 
 def test_view_shows_first_of_all_whether_the_run_is_alive(tmp_path):

@@ -112,10 +112,16 @@ def test_unknown_device_shows_a_well_known_gpu(precision):
 
 def test_plan_of_a_cpu_forecasts_bf16_on_gpus_unless_a_precision_is_given(workdir, monkeypatch, capsys):
     monkeypatch.setattr(forecasts, "choose_precision", lambda *_: "fp32")
-    run_here("--dry_run", "--precision", "auto")
-    assert " of the peak in bf16: " in capsys.readouterr().out
-    run_here("--dry_run", "--precision", "fp32")
-    assert " of the peak in fp32: " in capsys.readouterr().out
+    for precision, assumed in (("auto", "bf16"), ("fp32", "fp32")):
+        run_here("--dry_run", "--precision", precision, "--max_steps", str(10**11))
+        assert f" of the peak in {assumed}: " in capsys.readouterr().out
+
+
+def test_plan_of_a_small_run_on_a_cpu_has_no_time_of_a_gpu(workdir, capsys):
+    run_here("--dry_run", "--gpu_hour_cost", "1")
+    plan = capsys.readouterr().out
+    assert "\ntime         unknown here: 8 steps, plus 0.0% for evaluation; run --dry_run measure\n" in plan
+    assert "H100" not in plan and "\ncost " not in plan
 
 
 def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, monkeypatch, capsys):
