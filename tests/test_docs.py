@@ -88,12 +88,13 @@ def test_messages_that_the_page_of_troubleshooting_quotes_are_said():
 
 
 def test_links_out_of_the_site_lead_to_the_repository_or_are_text_while_it_has_no_address():
-    link = "see [the results](../benchmarks/RESULTS.md#a), [a page](data.md)"
+    link = "see [the step](../train.py#a), [a page](data.md)"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     for url, shown in (
-        ("", "see the results, [a page](data.md)"),
-        ("https://x.org/r", "see [the results](https://x.org/r/blob/main/benchmarks/RESULTS.md#a), [a page](data.md)"),
+        ("", "see the step, [a page](data.md)"),
+        ("https://x.org/r", "see [the step](https://x.org/r/blob/main/train.py#a), [a page](data.md)"),
     ):
-        assert site_hooks.on_page_markdown(link, None, SimpleNamespace(repo_url=url)) == shown
+        assert site_hooks.on_page_markdown(link, page, SimpleNamespace(repo_url=url)) == shown
 
 
 def test_words_of_inline_code_do_not_break_on_a_phone():
