@@ -52,13 +52,12 @@ def train_once(folder: Path, options: list[str], ranks: int, keep_freed: bool) -
     script = [str(REPO / "train.py")] if keep_freed else [str(REPO / "benchmarks/memory.py"), "train"]
     command = [sys.executable, *torchrun, *script, *QUIET, *options, *PLACES]
     glibc = {} if keep_freed else dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
-    for name in ("c", "l"):  # left by the previous run
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "c", ignore_errors=True)  # left by the previous run
     environment = os.environ | glibc | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
-    records = [json.loads(line) for line in (folder / "l" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "c" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "memory_gb" in record][-1]  # others are of the machine
     size = r"([\d,.]+) (kB|MB|GB|TB)"
     on_device = re.search(rf"^memory +about {size}", done.stdout, re.MULTILINE)
