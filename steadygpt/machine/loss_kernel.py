@@ -40,6 +40,13 @@ def _row(
     gradients_ptr += row * P
     block = tl.arange(0, BLOCK)
 
+    # Before the reductions, for which all threads wait: later, another thread may have overwritten this logit.
+    target = tl.load(targets_ptr + row)
+    is_in_vocabulary = (target >= 0) & (target < vocab_size)
+    at_target = tl.load(logits_ptr + target, is_in_vocabulary, 0.0).to(tl.float32)
+    if CAP > 0:
+        at_target = CAP * _tanh(at_target / CAP)
+
     largest = -1e30  # finite, because -inf - -inf is NaN
     totals = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, P, BLOCK):
@@ -54,11 +61,6 @@ def _row(
     total = tl.sum(totals, 0)
     inverse = 1 / total  # a division of each number would take several instructions
 
-    target = tl.load(targets_ptr + row)
-    is_in_vocabulary = (target >= 0) & (target < vocab_size)
-    at_target = tl.load(logits_ptr + target, is_in_vocabulary, 0.0).to(tl.float32)
-    if CAP > 0:
-        at_target = CAP * _tanh(at_target / CAP)
     loss = tl.log(total) + (largest - at_target)
     tl.store(losses_ptr + row, tl.where(is_in_vocabulary, loss, float("inf")))
 

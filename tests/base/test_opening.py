@@ -21,6 +21,9 @@ OURS = r"""
     steadygpt/base/options.py: ELSEWHERE.read_text()
     scripts/options_page.py: PAGE.write_text(with_tables(PAGE.read_text()))
     scripts/options_page.py: PAGE.read_text()
+    scripts/figures.py: (REPO / 'benchmarks/results.toml').read_text()
+    scripts/figures.py: path.read_text()
+    scripts/figures.py: path.write_text(with_figures(results, page, path.read_text()))
 
     steadygpt/log/system.py: path.read_text()    # of the system
     steadygpt/machine/host.py: (CGROUP / limit).read_text()
