@@ -69,7 +69,8 @@ def linear_losses(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, s
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         weight = weight.to(dtype)
-    if torch.is_grad_enabled():
+    # In fp16, the factor of a token would be too small for x.
+    if torch.is_grad_enabled() and x.dtype != torch.float16:
         losses: Tensor = _LinearLosses.apply(x, weight, targets, vocab_size, softcap)
         return losses
     return token_losses(softcapped(F.linear(x, weight), softcap), targets, vocab_size)
@@ -112,7 +113,7 @@ class _LinearLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, gradients = ctx.saved_tensors
-        factors = (gradient / gradient_scale(gradients.dtype))[:, None]
+        factors = gradient[:, None]
         of_x = ((gradients @ weight) * factors).to(x.dtype)
         of_weight = gradients.mT @ (x * factors).to(x.dtype)
         return of_x, of_weight, None, None, None
@@ -148,7 +149,7 @@ def _losses_and_gradients(
 
 def _has_kernel(logits: Tensor) -> bool:
     """Return whether the kernel computes these losses: in bf16, which GPUs have that are recent enough for Triton."""
-    return logits.is_cuda and logits.dtype == torch.bfloat16 and HAS_TRITON
+    return logits.is_cuda and logits.dtype == torch.bfloat16 and logits.is_contiguous() and HAS_TRITON
 
 
 def _losses_and_exp(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def kernel(monkeypatch):
     pytest.importorskip("triton", reason="Triton is for Linux")
     if os.environ[DEVICE] != "cpu":
         pytest.skip("test_on_device.py runs the kernel on a GPU")
-    monkeypatch.setattr(loss, "_has_kernel", lambda logits: logits.dtype in (torch.bfloat16, torch.float32))
+    monkeypatch.setattr(
+        loss, "_has_kernel", lambda logits: logits.is_contiguous() and logits.dtype in (torch.bfloat16, torch.float32)
+    )
 
 
 @pytest.fixture(params=["operators", "kernel"])
@@ -120,6 +123,28 @@ def test_gradients_of_a_linear_layer_are_those_of_its_losses(
     assert not found[2][vocab_size:].any()
 
 
+@pytest.mark.parametrize("scale", [2**exponent for exponent in range(0, 17, 4)])
+def test_gradients_in_fp16_are_as_exact_as_those_of_cross_entropy(scale):
+    """Whatever GradScaler's factor of the loss is, here of a step of 524,288 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 32, generator=generator)
+    weight = 0.3 * torch.randn(1024, 32, generator=generator)
+    targets = torch.randint(0, 1000, (512,), generator=generator)
+
+    def error(compute) -> list[float]:
+        """Return the errors of both gradients, relative to their size."""
+        both = [tensor.half().requires_grad_() for tensor in (x, weight)]
+        (compute(*both) * (scale / 524_288)).sum().backward()
+        exact = [tensor.half().double().requires_grad_() for tensor in (x, weight)]
+        (plain(exact[0] @ exact[1].T, targets, 1000) * (scale / 524_288)).sum().backward()
+        pairs = zip(both, exact, strict=True)
+        return [((one.grad.double() - other.grad).norm() / other.grad.norm()).item() for one, other in pairs]
+
+    ours = error(lambda x, weight: linear_losses(x, weight, targets, 1000))
+    theirs = error(lambda x, weight: plain(F.linear(x, weight), targets, 1000))
+    assert all(one <= 1.1 * other for one, other in zip(ours, theirs, strict=True))
+
+
 def test_small_gradients_are_not_lost_in_fp16():
     """A confident prediction leaves 3e-7 to each other token, for which fp16 has two bits. GradScaler scales losses."""
     weight = torch.zeros(50_000, 1, dtype=torch.float16)
@@ -130,6 +155,16 @@ def test_small_gradients_are_not_lost_in_fp16():
     (1024 * losses).sum().backward()
     probability = 1 / (math.exp(15) + 49_999)
     assert weight.grad[1:].double() == pytest.approx(2 * 1024 * probability, rel=2e-3)
+
+
+def test_logits_with_gaps_between_their_rows_are_not_for_the_kernel(monkeypatch):
+    """As a term of one's own may cut off the padding first."""
+    monkeypatch.setattr(loss, "HAS_TRITON", True)
+    logits = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    whole = torch.zeros(4, 128)
+    for part, expected in ((whole, True), (whole[:, :101], False), (whole.T, False)):
+        logits.is_contiguous = part.is_contiguous
+        assert loss._has_kernel(logits) is expected
 
 
 @pytest.mark.parametrize("target", [-100, -1, 128])
