@@ -146,7 +146,7 @@ def test_flags_of_other_trainers_have_an_answer(flag):
 
 
 def test_help_has_the_steps_of_an_epoch_of_fineweb_edu():
-    tokens, context, shard = 9_853_989_344, 1024, 10**8  # docs/data.md says where the number of tokens comes from
+    tokens, context, shard = 9_853_989_344, 1024, 10**8  # the tokens of build-nanogpt's shards
     rows = tokens // shard * ((shard - 1) // context) + (tokens % shard - 1) // context
     steps = math.ceil(rows * context / TrainConfig().total_batch_size)
     assert f"({steps} for FineWeb-Edu 10B)" in FIELDS["steps_per_epoch"].metadata["text"]
