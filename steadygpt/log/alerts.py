@@ -44,7 +44,7 @@ class Alerts:
         self.thread.start()
 
     def send(self, event: str, text: str) -> None:
-        """Post an alert in the background, unless one of the same event (docs/alerts.md) was sent a short time ago."""
+        """Post an alert in the background, unless the same event was sent a short time ago (docs/monitoring.md)."""
         now_s = monotonic()
         if now_s - self.sent_at_s.get(event, -math.inf) < REPEAT_S:
             return
