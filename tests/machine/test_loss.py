@@ -30,6 +30,9 @@ def kernel(monkeypatch):
     pytest.importorskip("triton", reason="Triton is for Linux")
     if os.environ[DEVICE] != "cpu":
         pytest.skip("test_on_device.py runs the kernel on a GPU")
+    from steadygpt.machine import loss_kernel
+
+    monkeypatch.setattr(loss_kernel, "BLOCK", 64)  # so that most rows have several
     monkeypatch.setattr(
         loss, "_has_kernel", lambda logits: logits.is_contiguous() and logits.dtype in (torch.bfloat16, torch.float32)
     )
@@ -80,7 +83,7 @@ def test_losses_and_gradients_equal_those_without_padding(way, dtype, scale, off
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(
-    N=st.integers(1, 12), C=st.integers(1, 9), vocab_size=st.integers(1, 5000), padding=st.integers(0, 70),
+    N=st.integers(1, 12), C=st.integers(1, 9), vocab_size=st.integers(1, 700), padding=st.integers(0, 70),
     seed=st.integers(0, 2**32), is_mean=st.booleans(),
 )  # fmt: skip
 @settings(
