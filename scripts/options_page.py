@@ -20,15 +20,13 @@ def tables() -> Iterator[str]:
     """Yield the lines of a table for each group of options."""
     for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
         yield f"\n## {group.capitalize()}\n"
-        yield "| option | default | | on resume |\n|---|---|---|---|"
+        yield "| option and default | | on resume |\n|---|---|---|"
         for name, field in fields:
             default = str(field.default)
             if kind_of(field) is bool:
                 default = "on" if field.default else "off"
-            if default:
-                default = f"`{default}`"
             text = field.metadata["text"].replace("|", "\\|").replace("*", "\\*")
-            yield f"| `--{name}` | {default} | {text} | {field.metadata['on_resume']} |"
+            yield f"| `{f'--{name} {default}'.strip()}` | {text} | {field.metadata['on_resume']} |"
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class TrainConfig(GPTConfig):
 
     # fmt: off
     init_from: str = _shape("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, or a checkpoint file (including nanoGPT's) or folder",
+                            "Hugging Face folder, a checkpoint (also nanoGPT's) or its folder",
                             no_password=True)
 
     config: str = _run("", "preset in configs/ or TOML file of options, which flags override", on_resume="launch")
@@ -132,8 +132,8 @@ class TrainConfig(GPTConfig):
                          on_resume="place")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
-    precision: str = _run("auto", "auto: bf16 if the device has instructions for it, else fp16 on a GPU, fp32 on a "
-                          "CPU; alias: --mixed_precision no, fp16 or bf16",
+    precision: str = _run("auto", "auto: bf16 if the device computes in it, else fp16 on a GPU, fp32 on a CPU; "
+                          "alias: --mixed_precision no, fp16 or bf16",
                           choices=("auto", "fp32", "bf16", "fp16"), aliases=("mixed_precision",),
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "compile the model with torch.compile; auto: on CUDA only",
@@ -151,8 +151,8 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    micro_steps: int = _optim(0, "micro-steps per step on each rank, instead of total_batch_size, which the first "
-                              "launch derives from them; 0 = total_batch_size decides", on_resume="never")
+    micro_steps: int = _optim(0, "gradient accumulation: micro-steps per step on each rank, from which the first "
+                              "launch derives total_batch_size; 0 = total_batch_size decides", on_resume="never")
     mini_batch_size: int = _optim(32, "micro-batch size: rows per micro-step on each rank, or fewer to divide a step "
                                   "evenly; 0 or auto: as many as fit", spellings={"auto": "0"}, at_most=2**24)
     optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks with AdamW for the rest",
@@ -174,10 +174,10 @@ class TrainConfig(GPTConfig):
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data (18795 for FineWeb-Edu 10B)")
     max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
-    max_bad_steps: int = _optim(5, "stop after this many consecutive steps with a NaN or infinite value; 0 = off")
-    spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean of the last 128; 0 = off")
+    max_bad_steps: int = _optim(5, "stop after this many consecutive NaN or infinite steps; 0 = off")
+    spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the last 128; 0 = off")
     skip_spikes: bool = _optim(False, "skip updates with a loss spike")
-    max_hours: float = _optim(0.0, "stop and save this many hours after the start of the process; 0 = off")
+    max_hours: float = _optim(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
     check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
@@ -185,15 +185,15 @@ class TrainConfig(GPTConfig):
     checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if they take over 1% of it; 0 = off")
     keep_checkpoints: int = _saves(10, "rolling checkpoints to keep, the newest", at_least=1)
     keep_epochs: int = _saves(0, "epoch checkpoints to keep, the newest; 0 = all")
-    resume: str = _saves("", "resume from latest, auto (latest, or start a new run if there is none), best, stable "
-                         "(before wsd's cool-down, to train longer), a file or a folder; alone: latest; alias: "
+    resume: str = _saves("", "resume from latest, auto (latest, or a new run if there is none), best, stable "
+                         "(before wsd's cool-down), a file or a folder; alone: latest; alias: "
                          "--resume_from_checkpoint", bare="latest", spellings={"True": "latest", "true": "latest"},
                          aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = _saves(False, "on resume, allow the recipe and the data to change", on_resume="launch")
     list_checkpoints: bool = _saves(False, "list the checkpoints in checkpoint_dir and exit", on_resume="launch")
     verbose: bool = _saves(False, "with --list_checkpoints, verify each; alias: -v", on_resume="launch", aliases=("v",))
-    mirror: str = _saves("", "folder of an object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or "
-                         "another fsspec URL", on_resume="place", no_password=True)
+    mirror: str = _saves("", "object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or another "
+                         "fsspec URL", on_resume="place", no_password=True)
     mirror_keep: int = _saves(10, "rolling checkpoints to keep in the mirror, the newest; 0 = all")
     mirror_minutes: float = _saves(10.0, "minutes between uploads of timed saves")
     background_upload: bool = _saves(True, "upload to the mirror during training; off: each save waits for it")
@@ -203,7 +203,7 @@ class TrainConfig(GPTConfig):
     hellaswag_freq: int = _evals(500, "steps between evaluations on HellaSwag; 0 = off")
     hellaswag_file: str = _evals("", "examples of HellaSwag, a .jsonl file (default: from the Hub)")
     core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
-    core_dir: str = _evals("", "folder of the tasks of CORE, the evaluation bundle of DCLM or nanochat")
+    core_dir: str = _evals("", "folder of CORE's tasks, the evaluation bundle of DCLM or nanochat")
     core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
     expect: str = _evals("", "prediction.json of predict.py: warn if two validations in a row are outside its band")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
@@ -215,10 +215,10 @@ class TrainConfig(GPTConfig):
     use_wandb: bool = _logs(False, "also log to Weights & Biases (pip install wandb)", on_resume="place")
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown")
     system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU and memory; 0 = off")
-    alert_url: str = _logs("", "webhook for alerts: of Slack, Discord or ntfy, or another URL that accepts a JSON POST",
+    alert_url: str = _logs("", "webhook for alerts: Slack, Discord, ntfy, or another that accepts a JSON POST",
                            on_resume="launch", secret=True)
 
-    sharding: str = _ranks("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded across ranks",
+    sharding: str = _ranks("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded",
                            choices=("ddp", "fsdp"))
     shard_size: int = _ranks(0, "with fsdp, ranks in a group, which shards a full copy; 0 = all ranks")
     timeout_minutes: float = _ranks(10.0, "end the run if a rank hangs this long", at_least=0.01, on_resume="launch")
