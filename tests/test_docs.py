@@ -2,15 +2,17 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import options_page
 import pytest
+import record
 import site_hooks
 from conftest import REPO
-from record import TEST
+from record import ITEM, ROW, TEST
 from test_refused import CHECKPOINTS, FLAGS, SHARDS
 
 from steadygpt import __version__
@@ -47,6 +49,28 @@ def names_in(paths: Iterable[Path]) -> set[str]:
 def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_not_exist():
     tests, named = REPO / "tests", set(TEST.findall(text("docs/RELIABILITY.md")))
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
+
+
+def test_each_row_of_the_tables_of_faults_has_its_tests():
+    """Rows and items have the same numbers, and all that names a test is an item, so its result gets into its row."""
+    page = text("docs/RELIABILITY.md")
+    lines = page.splitlines()
+    rows = [int(row[1]) for line in lines if (row := ROW.match(line))]
+    items = [line for line in lines if re.match(r"\d+\. ", line)]
+    assert rows == list(range(1, len(items) + 1))
+    assert [int(line.split(".")[0]) for line in items] == rows
+    assert all(line.split(". ", 1)[1].startswith("by hand") or ITEM.match(line) for line in items)
+    assert set(TEST.findall(page)) == {name for line in items for name in TEST.findall((ITEM.match(line) or [""])[0])}
+
+
+def test_the_results_of_the_storm_get_into_their_row_and_item(monkeypatch):
+    page = "| 1. a | b | no |\n| 2. c | d | 1 passed |\n\n1. `test_a.py::test_b` `test_a.py::test_c`: 1 kills\n"
+    page += "2. `test_a.py::test_d`\n"
+    monkeypatch.setattr(
+        record, "outcomes", {"test_a.py::test_b": Counter(passed=2), "test_a.py::test_c": Counter(failed=1)}
+    )
+    monkeypatch.setattr(record, "counts", {"test_a.py::test_b": Counter(kills=1234), "test_a.py::test_c": Counter()})
+    assert record.with_results(page) == page.replace("no |", "1 failed, 2 passed |").replace("1 kills", "1,234 kills")
 
 
 def test_format_version_and_address_are_the_same_everywhere():

@@ -56,7 +56,7 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
 
     Args:
         start: starts a run with some flags, the first ones as parts of the reference, which is not killed.
-        where: on how many ranks.
+        where: on how many ranks; the seed of the instants.
         parts: flags of the consecutive parts of a run.
     """
     for part in parts:
@@ -87,8 +87,8 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
                 kills += 1
         assert_equals_reference(name)
         number += 1
-    record_property(f"kills on {where}", kills)
-    record_property(f"kills on {where} within a save", within_saves)
+    record_property("kills", kills)
+    record_property("kills within a save", within_saves)
     record_property("resumes that repeated steps bit for bit", repeated)
 
 
