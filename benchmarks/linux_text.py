@@ -108,6 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=float, default=200, help="of text, at most (default: 200)")
     parser.add_argument("--compare", action="store_true", help="print what validation shares with training")
     args = parser.parse_args(argv)
+    if args.megabytes <= 0:
+        raise UserError(f"--megabytes {args.megabytes:g}: expected more than 0")
+    if not args.out.parent.is_dir():
+        raise UserError(f"{args.out}: found no folder {args.out.parent}. Make it first")
     texts = in_fixed_order(dict(read_texts(args.tarball)), round(args.megabytes * 1e6))
     held_out = [text for name, text in texts if is_within(name, HELD_OUT)]
     others = [text for name, text in texts if not is_within(name, HELD_OUT)]

@@ -882,6 +882,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkouts[side] = checkout.absolute()
     if (args.plot or args.plot_rates) and not importlib.util.find_spec("matplotlib"):
         raise UserError("--plot: matplotlib is missing. Try pip install matplotlib")
+    for option, file in {"--plot": args.plot, "--plot-rates": args.plot_rates}.items():
+        if file and not file.parent.is_dir():
+            raise UserError(f"{option} {file}: found no folder {file.parent}. Make it first")
+    for change in args.change:
+        if not all("=" in option for option in change.split(",")):
+            raise UserError(f"--change {change}: expected NAME=VALUE[,NAME=VALUE]")
     changes = tuple(tuple(tuple(option.split("=", 1)) for option in change.split(",")) for change in args.change)
     studies = [Study(name, args.out.absolute(), checkouts, changes, args.text) for name in args.scale]
     if args.minutes > 0 and not args.list:
