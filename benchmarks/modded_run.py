@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.reference_run import device_and_precision, train
-from steadygpt.config import parse_args
+from benchmarks.reference_run import arguments, device_and_precision, train
 from steadygpt.run.data import find_data
 
 SCRIPT = "records/track_3_optimization/train_gpt_simple.py"
@@ -43,10 +42,7 @@ def definitions_and_setup(script: Path) -> tuple[list[ast.stmt], list[ast.stmt]]
 
 
 def main(argv: Sequence[str]) -> None:
-    checkout = Path(argv[0])
-    factor = float(argv[1])
-    out = Path(argv[2])
-    config, _ = parse_args(argv[3:])
+    checkout, factor, out, config = arguments(argv)
     data = find_data(config)
     device, _ = device_and_precision(config)
     script = checkout / SCRIPT

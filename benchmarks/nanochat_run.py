@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.reference_run import DTYPES, device_and_precision, train
-from steadygpt.config import parse_args
+from benchmarks.reference_run import DTYPES, arguments, device_and_precision, train
 from steadygpt.run.data import find_data
 
 OPTIONS = ("weight_decay", "embedding_lr", "unembedding_lr", "scalar_lr", "matrix_lr", "warmup_steps", "warmdown_ratio",
@@ -49,10 +48,7 @@ def options_and_schedules(script: Path) -> tuple[dict[str, float], list[ast.stmt
 
 
 def main(argv: Sequence[str]) -> None:
-    checkout = Path(argv[0])
-    factor = float(argv[1])
-    out = Path(argv[2])
-    config, _ = parse_args(argv[3:])
+    checkout, factor, out, config = arguments(argv)
     data = find_data(config)
     device, precision = device_and_precision(config)
     os.environ["NANOCHAT_DTYPE"] = DTYPES[precision]  # read when nanochat is imported

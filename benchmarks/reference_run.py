@@ -3,14 +3,14 @@
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from dataloader import BatchLoader, EvenlySpaced
-from steadygpt.config import TrainConfig
+from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.device import choose_precision
 from steadygpt.run.data import Data
 from steadygpt.run.plan import validation_rows
@@ -18,6 +18,12 @@ from steadygpt.run.plan import validation_rows
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # inputs, targets -> the mean loss of the tokens
 Update = Callable[[int], None]  # sets the schedules of a step, updates the weights and clears their gradients
+
+
+def arguments(argv: Sequence[str]) -> tuple[Path, float, Path, TrainConfig]:
+    """Return the checkout, the factor of the learning rates, the file for the losses, and the options of train.py."""
+    config, _ = parse_args(argv[3:])
+    return Path(argv[0]), float(argv[1]), Path(argv[2]), config
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:

@@ -378,7 +378,10 @@ class Lineage(TypedDict):
 
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
-    content = load_verified(path, only_plain=True)
+    return _head_of(load_verified(path, only_plain=True), path)
+
+
+def _head_of(content: Any, path: Path) -> Head:
     check_ours(content, path)
     head = typed(content, Head, path, ADVICE)
     lineage = typed(content, Lineage, path, ADVICE)
@@ -393,11 +396,13 @@ class Launches(TypedDict):
 
 def launches_of(folder: Path) -> tuple[int, list[Launch]]:
     """Return the step and the launches of the newest checkpoint in a folder, without reading its tensors."""
-    newest = next(iter(scan(folder)))
-    content = typed(load_verified(newest.path, only_plain=True), Launches, newest.path, ADVICE)
-    for entry in content["launches"]:
-        _complete(entry, newest.path)
-    return read_head(newest.path).step, content["launches"]
+    path = next(iter(scan(folder))).path
+    content = load_verified(path, only_plain=True)
+    launches = typed(content, Launches, path, ADVICE)["launches"]
+    step = _head_of(content, path).step
+    for entry in launches:
+        _complete(entry, path)
+    return step, launches
 
 
 # Each file is read only once, because thousands of files take seconds.
