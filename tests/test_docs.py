@@ -12,7 +12,6 @@ import pytest
 import record
 import site_hooks
 from conftest import REPO
-from record import ITEM, ROW, TEST
 from test_refused import CHECKPOINTS, FLAGS, SHARDS
 
 from steadygpt import __version__
@@ -46,31 +45,30 @@ def names_in(paths: Iterable[Path]) -> set[str]:
     return {f"{path.name}::{name}" for path, name in names}
 
 
-def test_the_table_of_faults_names_every_test_of_the_folder_and_none_that_does_not_exist():
-    tests, named = REPO / "tests", set(TEST.findall(text("docs/RELIABILITY.md")))
+def test_the_rows_of_faults_have_every_test_of_the_folder_and_none_that_does_not_exist():
+    tests, named = REPO / "tests", {test for row in record.ROWS.values() for test in row}
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
 
 
 def test_each_row_of_the_tables_of_faults_has_its_tests():
-    """Rows and items have the same numbers, and all that names a test is an item, so its result gets into its row."""
-    page = text("docs/RELIABILITY.md")
-    lines = page.splitlines()
-    rows = [int(row[1]) for line in lines if (row := ROW.match(line))]
-    items = [line for line in lines if re.match(r"\d+\. ", line)]
-    assert rows == list(range(1, len(items) + 1))
-    assert [int(line.split(".")[0]) for line in items] == rows
-    assert all(line.split(". ", 1)[1].startswith("by hand") or ITEM.match(line) for line in items)
-    assert set(TEST.findall(page)) == {name for line in items for name in TEST.findall((ITEM.match(line) or [""])[0])}
+    rows = [int(row[1]) for line in text("docs/RELIABILITY.md").splitlines() if (row := record.ROW.match(line))]
+    assert rows == list(record.ROWS) == list(range(1, len(rows) + 1))
 
 
-def test_the_results_of_the_storm_get_into_their_row_and_item(monkeypatch):
-    page = "| 1. a | b | no |\n| 2. c | d | 1 passed |\n\n1. `test_a.py::test_b` `test_a.py::test_c`: 1 kills\n"
-    page += "2. `test_a.py::test_d`\n"
-    monkeypatch.setattr(
-        record, "outcomes", {"test_a.py::test_b": Counter(passed=2), "test_a.py::test_c": Counter(failed=1)}
-    )
-    monkeypatch.setattr(record, "counts", {"test_a.py::test_b": Counter(kills=1234), "test_a.py::test_c": Counter()})
-    assert record.with_results(page) == page.replace("no |", "1 failed, 2 passed |").replace("1 kills", "1,234 kills")
+def test_the_results_of_the_storm_get_into_the_rows_whose_tests_all_ran(monkeypatch):
+    page = "| 1. a | b | no |\n| 2. c | d | 1 passed |\n| 3. e | f | by hand |\n"
+    rows = {1: ["t.py::test_b", "t.py::test_c"], 2: ["t.py::test_d"], 3: []}
+    monkeypatch.setattr(record, "cases", Counter({"t.py::test_b": 2, "t.py::test_c": 1, "t.py::test_d": 2}))
+    monkeypatch.setattr(record, "outcomes", {"t.py::test_b": Counter(passed=2), "t.py::test_d": Counter(passed=1)})
+    monkeypatch.setattr(record, "counts", {"t.py::test_b": Counter(kills=1234), "t.py::test_c": Counter()})
+    assert record.with_results(page, rows) == page  # neither test_c nor the second case of test_d ran
+
+    record.outcomes["t.py::test_c"] = Counter(failed=1)
+    first = page.replace("no |", "1 failed, 2 passed (1,234 kills){} |")
+    assert record.with_results(page, rows) == first.format(" *")
+    record.outcomes["t.py::test_d"] = Counter(passed=2)
+    record.counts["t.py::test_d"] = Counter()
+    assert record.with_results(page, rows) == first.format("").replace("1 passed", "2 passed")
 
 
 def test_format_version_and_address_are_the_same_everywhere():

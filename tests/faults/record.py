@@ -1,6 +1,6 @@
-"""A pytest plugin (-p record) that chooses the tests of the fault storm: those that docs/RELIABILITY.md names, and
-those that nothing else runs. It writes their results into the page: the outcomes into the last cell of row N of the
-tables, and what the tests counted, such as kills, behind their names in item N of the list of tests.
+"""A pytest plugin (-p record) that chooses the tests of the fault storm: those in rows.toml, which belong to the rows
+of the tables in docs/RELIABILITY.md, and those that nothing else runs. It writes their outcomes, and what they counted,
+such as kills, into the last cell of their row.
 """
 
 import collections
@@ -8,33 +8,46 @@ import os
 import platform
 import re
 import time
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "RELIABILITY.md"
-TEST = re.compile(r"`(test_\w+\.py::test_\w+)`")
 ROW = re.compile(r"\| (\d+)\. ")
-ITEM = re.compile(r"(\d+)\. (`test_\w+\.py::test_\w+`(?: `test_\w+\.py::test_\w+`)*)")
 
+# row -> its tests, as file.py::test
+ROWS: dict[int, list[str]] = {
+    int(row): tests for row, tests in tomllib.loads((Path(__file__).parent / "rows.toml").read_text()).items()
+}
 outcomes: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
 # test -> noun -> sum over the cases of the test
 counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+# test -> its cases, also those that -k leaves out
+cases: collections.Counter = collections.Counter()
+# The tests of which the command line names single cases.
+incomplete: set[str] = set()
 started_s = time.monotonic()
 
 
 def name_of(nodeid: str) -> str:
-    """Return the name that the page has for a test, which has no folder and no case."""
+    """Return the name that rows.toml has for a test, which has no folder and no case."""
     return re.sub(r"^.*/|\[.*", "", nodeid)
 
 
 def pytest_collection_modifyitems(config, items):
-    named = set(TEST.findall(PAGE.read_text()))
+    cases.update(name_of(item.nodeid) for item in items)
+    incomplete.update(name_of(argument) for argument in config.args if "[" in argument)
+    of_rows = {test for tests in ROWS.values() for test in tests}
     kept, others = [], []
     for item in items:
-        is_chosen = item.get_closest_marker("storm") or name_of(item.nodeid) in named
+        is_chosen = item.get_closest_marker("storm") or name_of(item.nodeid) in of_rows
         (kept if is_chosen else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = kept
+
+
+def pytest_deselected(items):
+    cases.update(name_of(item.nodeid) for item in items)
 
 
 def pytest_runtest_logreport(report):
@@ -47,33 +60,41 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):
-        return  # a worker of pytest-xdist sees only its share of the reports; the controller sees all
-    PAGE.write_text(with_results(PAGE.read_text()))
+        return  # a worker of pytest-xdist runs only its share of the tests
+    PAGE.write_text(with_results(PAGE.read_text(), ROWS))
 
 
-def with_results(page: str) -> str:
-    """Return the page with the results of the tests that ran."""
+def with_results(page: str, rows: dict[int, list[str]]) -> str:
+    """Return the page with the results of the rows whose tests all ran; a * marks rows of a run that lacks others."""
+    done = {test for test, counter in outcomes.items() if counter.total() >= cases[test] and test not in incomplete}
+    complete = {row for row, tests in rows.items() if tests and done.issuperset(tests)}
+    is_whole = complete == {row for row, tests in rows.items() if tests}
     lines = page.splitlines()
-    items = {int(item[1]): (at, item[2]) for at, line in enumerate(lines) if (item := ITEM.match(line))}
-    is_complete = outcomes.keys() >= set(TEST.findall(page))
     for at, line in enumerate(lines):
         row = ROW.match(line)
-        if row and int(row[1]) in items:
-            at_item, names = items[int(row[1])]
-            if ran := [test for test in TEST.findall(names) if test in outcomes]:
-                lines[at] = "|".join([*line.split("|")[:-2], f" {summary(outcomes[test] for test in ran)} ", ""])
-                sums = sum((counts[test] for test in ran), collections.Counter())
-                counted = "; ".join(f"{count:,} {noun}" for noun, count in sums.items())
-                lines[at_item] = f"{row[1]}. {names}" + (f": {counted}" if counted else "")
-        if line.startswith("Last complete run: ") and is_complete:
+        if row and int(row[1]) in complete:
+            result = result_of(rows[int(row[1])])
+            if not is_whole:
+                result += " *"
+            lines[at] = "|".join([*line.split("|")[:-2], f" {result} ", ""])
+        if line.startswith("Last complete run: ") and is_whole:
             lines[at] = (
                 f"Last complete run: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.system()}, "
                 f"Python {platform.python_version()}, torch {metadata.version('torch')}: "
-                f"{summary(outcomes.values())} in {(time.monotonic() - started_s) / 60:.0f} minutes."
+                f"{summary(outcomes)} in {(time.monotonic() - started_s) / 60:.0f} minutes."
             )
     return "\n".join(lines) + "\n"
 
 
-def summary(counters) -> str:
-    total = sum(counters, collections.Counter())
+def result_of(tests: list[str]) -> str:
+    """Return the outcomes of the tests, and what they counted: 2 passed (20 kills)."""
+    sums = sum((counts[test] for test in tests), collections.Counter())
+    result = summary(tests)
+    if sums:
+        result += f" ({', '.join(f'{count:,} {noun}' for noun, count in sums.items())})"
+    return result
+
+
+def summary(tests) -> str:
+    total = sum((outcomes[test] for test in tests), collections.Counter())
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(total.items()))

@@ -68,7 +68,7 @@ def flips_of_replicas(optimizer: str) -> None:
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "muon"), (4, "adamw")])
 def test_random_flips_of_weights_and_state_are_named(ranks, optimizer, record_property):
     in_ranks(ranks, flips_of_replicas, optimizer)
-    record_property("flipped bits of weights and optimizer state", FLIPS)
+    record_property("bits of weights and state", FLIPS)
 
 
 def test_random_flips_in_files_with_valid_checksums_are_found(workdir, record_property):
@@ -84,4 +84,4 @@ def test_random_flips_in_files_with_valid_checksums_are_found(workdir, record_pr
                 with pytest.raises(UserError, match=re.escape(f"corrupt ({name} ")):
                     read_checkpoint(FLIPPED)
     assert read_checkpoint(FLIPPED)["step"] == 4
-    record_property("flipped bits in files", FLIPS)
+    record_property("bits in files", FLIPS)

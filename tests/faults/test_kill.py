@@ -88,8 +88,8 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
         assert_equals_reference(name)
         number += 1
     record_property("kills", kills)
-    record_property("kills within a save", within_saves)
-    record_property("resumes that repeated steps bit for bit", repeated)
+    record_property("in a save", within_saves)
+    record_property("resumes with repeated steps", repeated)
 
 
 def run_on(ranks: int, *recipe: str) -> Callable[..., Run]:

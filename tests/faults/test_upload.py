@@ -59,4 +59,4 @@ def test_kill_during_uploads_loses_only_what_is_not_uploaded(workdir, s3, kills,
     assert_equals_reference(name)
     assert Path(name, "latest.pt").exists()
     record_property("kills", killed)
-    record_property("kills within the transfer of a checkpoint", within)
+    record_property("in the transfer of a checkpoint", within)
