@@ -18,7 +18,7 @@ SPEEDS = r"(?:tokens|examples|steps|MB|GB)/s|TFLOP/s|TB per day"
 UNITS = rf"{SPEEDS}|(?:ms|s|min|h)\b|(?:second|minute|hour)s?\b|[kMGT]B\b|%|times\b"
 DECIMAL = r"(?<![\w.-])\d\.\d\d+\b(?! M\b)"  # not of parameters
 MEASURED = re.compile(rf"{NUMBER}(?: [kMG])?[ -]?(?:{UNITS})|{NUMBER} \({NUMBER} to {NUMBER}\)|{DECIMAL}")
-SOFTWARE = "torch|PyTorch|Python|python|CUDA|cuDNN|triton|transformers|wandb|lm-evaluation-harness|Llama"
+SOFTWARE = "version|torch|PyTorch|Python|python|CUDA|cuDNN|triton|transformers|wandb|lm-evaluation-harness|Llama"
 VERSION = rf"\b(?:{SOFTWARE})[`@ ]*(?:[a-z]+ of )?[\d.]+\d(?: to [\d.]+\d| or later)?"
 
 
