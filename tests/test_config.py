@@ -120,7 +120,7 @@ def test_suggested_options_exist():
             assert {*re.findall(r"--(\w+)", suggestion)} - {"flag"} <= options[command] | allowed, suggestion
 
 
-# Flags of trainers that docs/from-other-trainers.md names, and of others -> what the error must name.
+# Flags of other trainers -> what the error must name.
 OTHERS = {
     "max_position_embeddings": "--context_length", "rotary_emb_base": "--rotary_base", "drop_last": "no row is dropped",
     "num_eigenstates": "not offered", "chunk_size": "not offered", "use_gradient_checkpointing": "--activation_",
