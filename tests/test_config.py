@@ -48,12 +48,12 @@ def test_parameters_and_memory_of_presets_are_correct(preset):
     config, table = parse("--config", preset), (REPO / "docs/models.md").read_text()
     config.check_together()
     stated = re.search(
-        rf"^\| `{preset}` \| ([\d,.]+) M \| ([\d.]+) GB, (\d+) rows? \| (?:(\d+) GB|anything) \|$",
+        rf"^\| `{preset}` \| ([\d,.]+) M \| ([\d.]+) GB \| (?:(\d+) GB|anything) \|$",
         table,
         re.MULTILINE,
     )
     with torch.device("meta"):
-        model = GPT(config.shape(50257 if stated[4] else 257), initialize=False)
+        model = GPT(config.shape(50257 if stated[3] else 257), initialize=False)
     memory, _ = estimate_memory(dataclasses.replace(config, precision="bf16"), model, Ranks(torch.device("cuda")))
 
     def rounded_like(number: float, text: str) -> str:
@@ -64,12 +64,11 @@ def test_parameters_and_memory_of_presets_are_correct(preset):
     if preset in MEASURED_GB:
         gb, within = MEASURED_GB[preset]
         assert sum(memory.values()) / 1e9 == pytest.approx(gb, rel=within)
-    assert config.mini_batch_size == int(stated[3])
-    assert stated[4] is None or 1.1 * sum(memory.values()) / 1e9 < int(stated[4])
+    assert stated[3] is None or 1.1 * sum(memory.values()) / 1e9 < int(stated[3])
     description = tomllib.loads((PRESETS / f"{preset}.toml").read_text())["description"]
     assert f": {stated[1]} M parameters, context {config.context_length:,}, " in description
-    assert stated[4] is None or description.endswith(f" a GPU of {stated[4]} GB")
-    for processes in (1, 2, 4, 8) if stated[4] else (1,):
+    assert stated[3] is None or description.endswith(f" a GPU of {stated[3]} GB")
+    for processes in (1, 2, 4, 8) if stated[3] else (1,):
         assert config.with_tokens_of_step(processes).grad_accum_steps(processes)
 
 
@@ -121,7 +120,7 @@ def test_suggested_options_exist():
             assert {*re.findall(r"--(\w+)", suggestion)} - {"flag"} <= options[command] | allowed, suggestion
 
 
-# Flags of trainers that docs/from-other-trainers.md names, and of others -> what the error must name.
+# Flags of other trainers -> what the error must name.
 OTHERS = {
     "max_position_embeddings": "--context_length", "rotary_emb_base": "--rotary_base", "drop_last": "no row is dropped",
     "num_eigenstates": "not offered", "chunk_size": "not offered", "use_gradient_checkpointing": "--activation_",

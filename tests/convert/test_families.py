@@ -250,26 +250,17 @@ def test_a_model_of_the_hub_in_several_files_is_read_without_its_padding(standin
 # ---------------------------------------------------------------------------------------------------------------------
 # docs/models.md
 
-DOCS = (REPO / "docs/models.md").read_text()
+LINES = re.findall(r"^- \*\*(.*):\*\* `([^`]*)`", (REPO / "docs/models.md").read_text(), re.MULTILINE)
+FLAGS = {re.sub(r"\W", "", name).lower(): flags for name, flags in LINES} | {"gpt2": ""}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_table_of_options_has_the_values_of_each_family(kind):
-    head, _, *lines = re.search(r"^\| option \|.*(\n\|.*)+", DOCS, re.MULTILINE)[0].splitlines()
-    columns = [cell.strip() for cell in head.strip("|").split("|")[1:]]
-    assert len(columns) == len(FAMILIES), f"the table has columns {columns}; expected one for each of {[*FAMILIES]}"
-    rows = [line.strip("|").split("|") for line in lines]
-    cells = {row[0].strip(" `-"): row[1 + list(FAMILIES).index(kind)].strip() for row in rows}
-    values = {name: value for name, value in cells.items() if value not in ("", "any")}
-    config = parse_args([x for name, value in values.items() for x in (f"--{name}", value)])[0].shape(50257)
-    assert find_family(config) == kind, f"exported as {find_family(config)}; expected other values in {columns}"
+def test_the_flags_of_a_family_are_those_of_the_page(kind):
+    words = FLAGS[kind.replace("_", "")].split()
+    config = parse_args(words)[0].shape(50257)
+    assert find_family(config) == kind, f"exported as {find_family(config)}; expected other flags in docs/models.md"
     defaults = read_config({"model_type": kind}, "")[1]
-    assert all(getattr(config, name) == defaults[name] for name in values if name in defaults)
-    assert all(name in FAMILIES[kind].fields for name, value in cells.items() if value == "any")
-
-
-def test_the_command_for_a_llama_trains_one():
-    text = re.search(r"python train.py (--norm rmsnorm (?:.*\\\n)*.*)", DOCS)[1].replace("\\\n", "")
-    config = parse_args([*text.split(), "--num_kv_heads", "1"])[0].shape(257)
-    assert find_family(config) == "llama"
-    assert config.intermediate_size == 2048
+    names = {word.removeprefix("--") for word in words if word.startswith("--")} & {*defaults}
+    assert all(getattr(config, name) == defaults[name] for name in names)
+    is_grouped = kind in list(FAMILIES)[-3:]
+    assert all((name in FAMILIES[kind].fields) == is_grouped for name in ("num_kv_heads", "head_dim"))
