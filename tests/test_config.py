@@ -147,7 +147,7 @@ def test_a_plan_without_data_assumes_an_epoch_of_fineweb_edu():
     tokens, context, shard = 9_853_989_344, 1024, 10**8  # the tokens of build-nanogpt's shards
     rows = tokens // shard * ((shard - 1) // context) + (tokens % shard - 1) // context
     steps = math.ceil(rows * context / TrainConfig().total_batch_size)
-    assert FINEWEB_EDU_TOKENS == steps * TrainConfig().total_batch_size
+    assert steps * TrainConfig().total_batch_size == FINEWEB_EDU_TOKENS
 
 
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():
