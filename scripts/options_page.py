@@ -20,13 +20,16 @@ def tables() -> Iterator[str]:
     """Yield the lines of a table for each group of options."""
     for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
         yield f"\n## {group.capitalize()}\n"
-        yield "| option and default | | on resume |\n|---|---|---|"
+        yield "| option and default | |\n|---|---|"
         for name, field in fields:
             default = str(field.default)
             if kind_of(field) is bool:
                 default = "on" if field.default else "off"
             text = field.metadata["text"].replace("|", "\\|").replace("*", "\\*")
-            yield f"| `{f'--{name} {default}'.strip()}` | {text} | {field.metadata['on_resume']} |"
+            on_resume = field.metadata["on_resume"]
+            if on_resume != "free":
+                text += f" (*{on_resume}*)"
+            yield f"| `{f'--{name} {default}'.strip()}` | {text} |"
 
 
 if __name__ == "__main__":

@@ -51,23 +51,23 @@ class GPTConfig:
     vocab_size: int = 50257
     num_layers: int = _shape(12, "number of transformer blocks", at_least=1, at_most=2**12)
     num_heads: int = _shape(12, "number of attention heads", at_least=1, at_most=2**24)
-    num_kv_heads: int = _shape(0, "key and value heads, each shared by several heads; 0 = num_heads", at_most=2**24)
+    num_kv_heads: int = _shape(0, "key and value heads, for grouped-query attention; 0 = num_heads", at_most=2**24)
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
     head_dim: int = _shape(0, "dimensions per head; 0 = embd_size / num_heads", at_most=2**24)
     context_length: int = _shape(1024, "tokens per row", at_least=1, at_most=2**24)
     intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or 8/3 with swiglu", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
-    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, also applied to "
-                       "the embedding, as in NanoChat", choices=tuple(NORMS))
-    norm_eps: float = _shape(1e-5, "epsilon of the norms, added to the variance", at_least=1e-20)
-    qk_norm: bool = _shape(False, "apply RMSNorm to each head's queries and keys, as in Qwen 3 and NanoChat")
-    activation: str = _shape("gelu_tanh", "activation of the MLP: gelu_tanh, as in GPT-2; gelu, as in nanoGPT and "
-                             "GPT-NeoX; relu2, as in NanoChat; swiglu, as in Llama", choices=tuple(ACTIVATIONS))
+    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, as in "
+                       "NanoChat", choices=tuple(NORMS))
+    norm_eps: float = _shape(1e-5, "epsilon of the norms", at_least=1e-20)
+    qk_norm: bool = _shape(False, "apply RMSNorm to queries and keys, as in Qwen 3")
+    activation: str = _shape("gelu_tanh", "gelu_tanh, as in GPT-2; gelu, as in GPT-NeoX; relu2, as in NanoChat; "
+                             "swiglu, as in Llama", choices=tuple(ACTIVATIONS))
     rotary_pct: float = _shape(0.0, "part of a head with rotary positions; 0 = learned ones, as in GPT-2", at_most=1)
     rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", at_least=1, at_most=1e15)
     parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
     tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
-    logit_softcap: float = _shape(0.0, "cap logits smoothly at c, by c * tanh(logits / c); 15 in NanoChat; 0 = no cap")
+    logit_softcap: float = _shape(0.0, "cap logits smoothly at this value; 15 in NanoChat; 0 = off")
     dropout: float = _shape(0.0, "dropout probability", at_most=0.99, on_resume="ask")
     # fmt: on
 
@@ -123,107 +123,105 @@ class TrainConfig(GPTConfig):
     """A model's shape and how to train it. The defaults train GPT-2 124M on FineWeb-Edu 10B."""
 
     # fmt: off
-    init_from: str = _shape("scratch", "scratch, or weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a "
-                            "Hugging Face folder, a checkpoint (also nanoGPT's) or its folder",
+    init_from: str = _shape("scratch", "scratch, or weights: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face "
+                            "folder, a checkpoint or its folder",
                             no_password=True)
 
-    config: str = _run("", "preset in configs/ or TOML file of options, which flags override", on_resume="launch")
-    run_name: str = _run("", "name of the run in W&B, alerts and the monitor (default: that of its folder)",
+    config: str = _run("", "preset in configs/, or a TOML file of options", on_resume="launch")
+    run_name: str = _run("", "name of the run, if not that of its folder",
                          on_resume="place")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
-    precision: str = _run("auto", "auto: bf16 if the device computes in it, else fp16 on a GPU, fp32 on a CPU; "
-                          "alias: --mixed_precision no, fp16 or bf16",
+    precision: str = _run("auto", "auto: bf16 if supported, else fp16 on a GPU, fp32 elsewhere",
                           choices=("auto", "fp32", "bf16", "fp16"), aliases=("mixed_precision",),
                           spellings={"no": "fp32"})
-    compile: str = _run("auto", "compile the model with torch.compile; auto: on CUDA only",
+    compile: str = _run("auto", "use torch.compile; auto: on CUDA only",
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
-    deterministic: bool = _run(False, "bit-identical on the plan's numbers of processes; slower", on_resume="never")
+    deterministic: bool = _run(False, "repeat the same bits, on up to 8 processes; slower", on_resume="never")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
     dry_run: str = _run("off", "print the plan and exit; measure: time some micro-steps too", bare="plan",
                         choices=("off", "plan", "measure"), spellings={"True": "plan"}, on_resume="launch")
 
     data_dir: str = _data("data/edu_fineweb10B", "folder of token shards")
-    mix: str = _data("", "mixture of folders with weights, instead of data_dir: [NAME=]FOLDER[:WEIGHT],...")
-    val: str = _data("", "folders of validation sets: [NAME=]FOLDER,... (default: val shards of the training data)")
-    tokenizer: str = _data("auto", "the data's, or gpt2; a name; hf:NAME; a tokenizer.json or ids:N", on_resume="never")
+    mix: str = _data("", "mixture of folders, instead of data_dir: [NAME=]FOLDER[:WEIGHT],...")
+    val: str = _data("", "validation sets, if not the data's val shards: [NAME=]FOLDER,...")
+    tokenizer: str = _data("auto", "tokenizer, where the data does not name one; auto: gpt2", on_resume="never")
     shuffle_shards: bool = _data(True, "shuffle the shards in each epoch", on_resume="never")
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    micro_steps: int = _optim(0, "gradient accumulation: micro-steps per step on each rank, from which the first "
-                              "launch derives total_batch_size; 0 = total_batch_size decides", on_resume="never")
-    mini_batch_size: int = _optim(32, "micro-batch size: rows per micro-step on each rank, or fewer to divide a step "
-                                  "evenly; 0 or auto: as many as fit", spellings={"auto": "0"}, at_most=2**24)
-    optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks with AdamW for the rest",
+    micro_steps: int = _optim(0, "gradient accumulation: micro-steps per step on each rank; 0 = from "
+                              "total_batch_size", on_resume="never")
+    mini_batch_size: int = _optim(32, "micro-batch size: most rows per micro-step on each rank; auto: as many as fit",
+                                  spellings={"auto": "0"}, at_most=2**24)
+    optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks",
                             choices=("adamw", "muon"), on_resume="never")
     max_lr: float = _recipe(1e-3, "peak learning rate, after the warm-up")
     min_lr: float = _recipe(1e-4, "learning rate at the end of the decay")
-    schedule: str = _recipe("cosine", "learning rate after the warm-up: cosine; wsd: stable, then a linear cool-down; "
-                            "constant", choices=tuple(SCHEDULES))
+    schedule: str = _recipe("cosine", "after the warm-up: cosine, constant, or wsd: stable, then a cool-down",
+                            choices=tuple(SCHEDULES))
     cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
     warmup_steps: int = _recipe(715, "steps of linear warm-up; capped at a tenth of the run unless set by flag")
     muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
     muon_momentum: float = _recipe(0.95, "momentum of Muon", at_most=0.9999)
-    muon_beta2: float = _recipe(0.0, "decay of a neuron's mean square update, as in NorMuon; 0 = off", at_most=0.9999)
+    muon_beta2: float = _recipe(0.0, "beta2 of NorMuon; 0 = off", at_most=0.9999)
     weight_decay: float = _recipe(0.1, "weight decay of matrices and embeddings")
-    adam_beta1: float = _recipe(0.9, "AdamW beta1, the decay of the mean of gradients", at_most=0.9999)
-    adam_beta2: float = _recipe(0.95, "AdamW beta2, the decay of the mean of squared gradients", at_most=0.999999)
-    adam_eps: float = _recipe(1e-8, "AdamW epsilon", at_least=1e-20)
+    adam_beta1: float = _recipe(0.9, "beta1 of AdamW", at_most=0.9999)
+    adam_beta2: float = _recipe(0.95, "beta2 of AdamW", at_most=0.999999)
+    adam_eps: float = _recipe(1e-8, "epsilon of AdamW", at_least=1e-20)
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
-    steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data (18795 for FineWeb-Edu 10B)")
+    steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data")
     max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
     max_bad_steps: int = _optim(5, "stop after this many consecutive NaN or infinite steps; 0 = off")
-    spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the last 128; 0 = off")
+    spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean; 0 = off")
     skip_spikes: bool = _optim(False, "skip updates with a loss spike")
     max_hours: float = _optim(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
-    check_steps: int = _saves(100, "steps between comparisons of the ranks' weights; before a save always")
+    check_steps: int = _saves(100, "steps between comparisons of the ranks' weights")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
-    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if they take over 1% of it; 0 = off")
-    keep_checkpoints: int = _saves(10, "rolling checkpoints to keep, the newest", at_least=1)
-    keep_epochs: int = _saves(0, "epoch checkpoints to keep, the newest; 0 = all")
-    resume: str = _saves("", "resume from latest, auto (latest, or a new run if there is none), best, stable "
-                         "(before wsd's cool-down), a file or a folder; alone: latest; alias: "
-                         "--resume_from_checkpoint", bare="latest", spellings={"True": "latest", "true": "latest"},
+    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if saves are slow; 0 = off")
+    keep_checkpoints: int = _saves(10, "newest rolling checkpoints to keep", at_least=1)
+    keep_epochs: int = _saves(0, "newest epoch checkpoints to keep; 0 = all")
+    resume: str = _saves("", "latest, auto (latest, or a new run), best, stable (before wsd's cool-down), a file "
+                         "or a folder", bare="latest", spellings={"True": "latest", "true": "latest"},
                          aliases=("resume_from_checkpoint",), on_resume="launch")
     allow_changes: bool = _saves(False, "on resume, allow the recipe and the data to change", on_resume="launch")
     list_checkpoints: bool = _saves(False, "list the checkpoints in checkpoint_dir and exit", on_resume="launch")
     verbose: bool = _saves(False, "with --list_checkpoints, verify each; alias: -v", on_resume="launch", aliases=("v",))
-    mirror: str = _saves("", "object store to copy the run to: s3://BUCKET/RUN, gs://BUCKET/RUN, or another "
-                         "fsspec URL", on_resume="place", no_password=True)
-    mirror_keep: int = _saves(10, "rolling checkpoints to keep in the mirror, the newest; 0 = all")
+    mirror: str = _saves("", "object store to copy the run to, such as s3://BUCKET/RUN", on_resume="place",
+                         no_password=True)
+    mirror_keep: int = _saves(10, "newest rolling checkpoints to keep in the mirror; 0 = all")
     mirror_minutes: float = _saves(10.0, "minutes between uploads of timed saves")
-    background_upload: bool = _saves(True, "upload to the mirror during training; off: each save waits for it")
+    background_upload: bool = _saves(True, "upload during training; off: each save waits for its upload")
 
     eval_freq: int = _evals(250, "steps between validations; 0 = off")
-    eval_tokens: int = _evals(10485760, "validation tokens: equally many of each set, spread over it", at_least=1)
+    eval_tokens: int = _evals(10485760, "validation tokens, equally many of each set", at_least=1)
     hellaswag_freq: int = _evals(500, "steps between evaluations on HellaSwag; 0 = off")
-    hellaswag_file: str = _evals("", "examples of HellaSwag, a .jsonl file (default: from the Hub)")
+    hellaswag_file: str = _evals("", "HellaSwag as a .jsonl file, if not from the Hub")
     core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
-    core_dir: str = _evals("", "folder of CORE's tasks, the evaluation bundle of DCLM or nanochat")
+    core_dir: str = _evals("", "folder of CORE's tasks")
     core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
-    expect: str = _evals("", "prediction.json of predict.py: warn if two validations in a row are outside its band")
+    expect: str = _evals("", "prediction.json of predict.py: warn if validations leave its band")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
-    sample_prompt: str = _evals("", "prompt of the text samples (default: the start of a document)")
+    sample_prompt: str = _evals("", "prompt of the text samples, if not the start of a document")
     eval_only: bool = _evals(False, "evaluate --resume (default: latest) or --init_from, and exit", on_resume="launch")
 
     use_tensorboard: bool = _logs(False, "write curves, histograms and samples for TensorBoard")
     log_freq: int = _logs(1, "steps between log lines", at_least=1)
-    use_wandb: bool = _logs(False, "also log to Weights & Biases (pip install wandb)", on_resume="place")
-    gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run; 0 = not shown")
+    use_wandb: bool = _logs(False, "also log to Weights & Biases", on_resume="place")
+    gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run")
     system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU and memory; 0 = off")
-    alert_url: str = _logs("", "webhook for alerts: Slack, Discord, ntfy, or another that accepts a JSON POST",
+    alert_url: str = _logs("", "webhook for alerts: Slack, Discord, ntfy or your own",
                            on_resume="launch", secret=True)
 
     sharding: str = _ranks("ddp", "ddp: a replica on each rank; fsdp: parameters and optimizer sharded",
                            choices=("ddp", "fsdp"))
-    shard_size: int = _ranks(0, "with fsdp, ranks in a group, which shards a full copy; 0 = all ranks")
+    shard_size: int = _ranks(0, "with fsdp, ranks that share one full copy; 0 = all")
     timeout_minutes: float = _ranks(10.0, "end the run if a rank hangs this long", at_least=0.01, on_resume="launch")
     activation_checkpointing: bool = _ranks(False, "recompute blocks in the backward pass: less memory, slower")
-    loss_chunk_size: int = _ranks(0, "tokens per chunk of logits, to save memory with long contexts; 0 = all at once")
+    loss_chunk_size: int = _ranks(0, "tokens per chunk of logits, to save memory; 0 = all at once")
     # fmt: on
 
     def __post_init__(self):

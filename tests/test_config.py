@@ -20,7 +20,7 @@ import prepare_dataset
 from model import GPT
 from optim import OPTIMIZERS
 from steadygpt.base.options import ELSEWHERE, UserError, options_of
-from steadygpt.config import FIELDS, PRESETS, TrainConfig, parse_args
+from steadygpt.config import FIELDS, FINEWEB_EDU_TOKENS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.memory import estimate_memory
 
@@ -142,11 +142,11 @@ def test_flags_of_other_trainers_have_an_answer(flag):
     assert OTHERS[flag] in str(refused.value) and "see --help" not in str(refused.value)
 
 
-def test_help_has_the_steps_of_an_epoch_of_fineweb_edu():
+def test_a_plan_without_data_assumes_an_epoch_of_fineweb_edu():
     tokens, context, shard = 9_853_989_344, 1024, 10**8  # the tokens of build-nanogpt's shards
     rows = tokens // shard * ((shard - 1) // context) + (tokens % shard - 1) // context
     steps = math.ceil(rows * context / TrainConfig().total_batch_size)
-    assert f"({steps} for FineWeb-Edu 10B)" in FIELDS["steps_per_epoch"].metadata["text"]
+    assert steps * TrainConfig().total_batch_size == FINEWEB_EDU_TOKENS
 
 
 def test_no_flag_is_a_prefix_of_a_torchrun_flag():

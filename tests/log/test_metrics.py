@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import textwrap
 import tracemalloc
 from itertools import islice
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_start_after_a_broken_line_begins_on_a_line_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path, monkeypatch, seed):
+def test_the_documented_lines_of_pandas_join_as_the_reader_does(tmp_path, monkeypatch, seed):
     pd, rng = pytest.importorskip("pandas"), random.Random(seed)
     monkeypatch.chdir(tmp_path)
     lines, end = [], 0
@@ -103,7 +104,8 @@ def test_the_documented_line_of_pandas_joins_as_the_reader_does(tmp_path, monkey
         end = first + rng.randrange(1, 5)
         lines += [start_line(first), *steps(first, end, rng.random())]
     found = read_records(write_lines(Path("checkpoints") / METRICS, *lines))
-    [line] = re.findall(r"^    (df = pd\.read_json.*)$", (REPO / "docs/monitoring.md").read_text(), re.MULTILINE)
-    exec(line, names := {"pd": pd})
+    text = (REPO / "docs/monitoring.md").read_text()
+    [code] = re.findall(r"^    df = pd\.read_json.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
+    exec(textwrap.dedent(code), names := {"pd": pd})
     joined = zip(names["df"].step, names["df"].loss, strict=True)
     assert [*joined] == [(record["step"], pytest.approx(record["loss"])) for record in found]
