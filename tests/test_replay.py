@@ -92,11 +92,10 @@ def equal(origin: int, last: int, count: int | None = None) -> tuple[int, list[s
     """Return status and lines of a replay from the rolling checkpoint of a step."""
     steps = counted(last - origin + 1, "step")
     if count:
-        steps += f", {count} of them recorded"
-    same = "bit for bit the same losses, gradient norms and learning rates"
+        steps += f" ({count} logged)"
     return 0, [
         f"replayed from checkpoints/rolling_step_{origin:06d}.pt: {AS_RECORDED}",
-        f"steps {origin} to {last}: repeated {steps}, {same}",
+        f"steps {origin} to {last}: repeated {steps}, bit for bit the same losses",
     ]
 
 

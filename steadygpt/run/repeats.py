@@ -125,9 +125,9 @@ class Comparison:
         steps = self.last_step - self.first_step + 1
         repeated = f"repeated {counted(steps, 'step')}"
         if self.steps < steps:
-            repeated += f", {self.steps:,} of them recorded"
+            repeated += f" ({self.steps:,} logged)"
         if not self.largest_differences:
-            return f"{repeated}, bit for bit the same losses, gradient norms and learning rates"
+            return f"{repeated}, bit for bit the same losses"
         losses = f"losses within {self.largest_differences.get('loss', 0):.1g}"
         norms = f"gradient norms within {self.largest_differences.get('grad_norm', 0):.1g}"
         return f"{repeated}, {losses} and {norms} of those before (relative)"
