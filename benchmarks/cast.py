@@ -33,7 +33,7 @@ STEPS_AFTER = 6  # the steps shown after the comparison
 COLUMNS, ROWS, ROWS_BELOW = 72, 16, 3
 CHARACTER, LINE, MARGIN, BAR = 8.4, 20, 18, 38  # width and heights in pixels
 STEP = re.compile(r"(?P<before>step +(?P<step>[\d,]+)\b(?!.*val loss).*?\bloss +)(?P<loss>[\d.]+)(?P<after>.*)")
-COMPARISON = re.compile(r"repeated [\d,]+ (logged )?steps?\b.*bit for bit")
+COMPARISON = re.compile(r"repeated [\d,]+ steps?\b.*bit for bit")
 STYLE = """
 text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace;
 fill:#c9d1d9;white-space:pre}

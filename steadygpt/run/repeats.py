@@ -125,12 +125,11 @@ class Comparison:
         steps = self.last_step - self.first_step + 1
         repeated = f"repeated {counted(steps, 'step')}"
         if self.steps < steps:
-            repeated += f", {self.steps:,} of them recorded"
+            repeated += f" ({self.steps:,} logged)"
         if not self.largest_differences:
-            return f"{repeated}, bit for bit the same losses, gradient norms and learning rates"
-        losses = f"losses within {self.largest_differences.get('loss', 0):.1g}"
-        norms = f"gradient norms within {self.largest_differences.get('grad_norm', 0):.1g}"
-        return f"{repeated}, {losses} and {norms} of those before (relative)"
+            return f"{repeated}, bit for bit the same losses"
+        largest = self.largest_differences.get("loss", 0)
+        return f"{repeated}, losses within {largest:.1g} of those before"
 
 
 @dataclass
@@ -163,10 +162,7 @@ class Repeats:
         self.reason = ""
         parts = []
         if comparison.steps:
-            result = comparison.result()
-            if comparison.largest_differences and not comparison.first_difference:
-                result += ", as is usual without --deterministic"
-            parts.append(result)
+            parts.append(comparison.result())
         if reason and not comparison.first_difference:
             which = "later" if comparison.steps else "repeated"
             parts.append(f"{which} steps are not compared: {reason}")

@@ -164,9 +164,7 @@ def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, rec
     assert ("warning: resumed at" in log) == any(start.status == 1 for start in launches)  # bad steps were logged
     for start in launches:
         if start.killed:
-            repeated = (
-                rf"^resumed at step {start.killed[0]}: repeated \d+ steps?, bit for bit the same losses, gradient"
-            )
+            repeated = rf"^resumed at step {start.killed[0]}: repeated \d+ steps?, bit for bit the same losses$"
             assert re.search(repeated, log, re.MULTILINE)
 
 
