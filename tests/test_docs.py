@@ -90,9 +90,7 @@ def test_format_version_and_address_are_the_same_everywhere():
 
 
 def test_the_page_of_options_has_those_of_today():
-    assert options_page.with_tables(text("docs/options.md")) == text("docs/options.md"), (
-        "python -m scripts.options_page"
-    )
+    assert options_page.with_lists(text("docs/options.md")) == text("docs/options.md"), "python -m scripts.options_page"
 
 
 def test_messages_that_the_page_of_troubleshooting_quotes_are_said():

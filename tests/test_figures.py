@@ -9,7 +9,7 @@ from conftest import REPO
 
 RESULTS = figures.read()
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", figures.RESULTS]
-# The tables of options are written from the code, by scripts/options_page.py.
+# The lists of options are written from the code, by scripts/options_page.py.
 PAGES += [f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")) if path.name != "options.md"]
 
 # What was measured: speeds, durations, sizes, shares, factors, ranges, and losses or ratios such as 1.27.

@@ -19,7 +19,7 @@ OPENING = {
 OURS = r"""
     steadygpt/__init__.py: path.read_bytes()    # this program
     steadygpt/base/options.py: ELSEWHERE.read_text()
-    scripts/options_page.py: PAGE.write_text(with_tables(PAGE.read_text()))
+    scripts/options_page.py: PAGE.write_text(with_lists(PAGE.read_text()))
     scripts/options_page.py: PAGE.read_text()
     scripts/figures.py: (REPO / 'benchmarks/results.toml').read_text()
     scripts/figures.py: path.read_text()
