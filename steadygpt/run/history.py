@@ -223,7 +223,11 @@ def _open_on_main(config: TrainConfig, set_by: Mapping[str, str], stack: ExitSta
     if config.trains or (is_fork and not config.eval_only):
         files.check_folder(folder, resumed_folder / files.LATEST if which else None)
     if not which:
-        return _new_history(config, set_by)
+        history = _new_history(config, set_by)
+        if config.dry_run != "off" and files.checkpoint_files(folder):  # a plan is allowed there, training is not
+            note = f"{folder} already holds checkpoints; to train, use another --checkpoint_dir or --resume latest"
+            history = replace(history, notes=(labelled("folder", note),))
+        return history
 
     # Find the checkpoint.
     run = Identity() if is_fork else read_run(resumed_folder)

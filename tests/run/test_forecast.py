@@ -124,6 +124,15 @@ def test_plan_of_a_small_run_on_a_cpu_has_no_time_of_a_gpu(workdir, capsys):
     assert "H100" not in plan and "\ncost " not in plan
 
 
+def test_plan_in_a_folder_with_checkpoints_says_what_training_needs(workdir, capsys):
+    run_here("--max_steps", "3")
+    for flags, says_it in (("--resume", "latest"), False), (("--checkpoint_dir", "new"), False), ((), True):
+        capsys.readouterr()
+        assert run_here("--dry_run", *flags) == 0
+        advice = "already holds checkpoints; to train, use another --checkpoint_dir or --resume latest\n"
+        assert (advice in capsys.readouterr().out) == says_it
+
+
 def test_dry_run_measures_the_steps_that_are_left_and_writes_nothing(workdir, monkeypatch, capsys):
     monkeypatch.setattr(measure, "MEASURE_S", 0.1)
     run_here("--max_steps", "3")
