@@ -40,7 +40,7 @@ SMALLEST = {  # of the benchmarks that are not in the suite for GPUs
     "cast": "--data {tmp}/cast.json --plot {tmp}/cast.svg",
     "kill_curve": "--kills 1 --steps 4 --ranks 1 --plot {tmp}/steady.svg",
     "prepare_speed": "--megabytes 10 --rounds 1",
-    "repeated_steps": "--precision fp32 --ranks 1 --models gpt2 --steps 4 8",
+    "repeated_steps": "--precision fp32 --ranks 1 --models gpt2 --steps 20 24",
     "tokens_to_loss": "--scale tiny --out {tmp} --only 'sweep/gpt2 max_lr 0.008*'",
 }
 QUICK = [row for row in gpu_suite.ROWS if row.quick]

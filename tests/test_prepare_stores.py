@@ -257,7 +257,7 @@ def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(hu
 # ---------------------------------------------------------------------------------------------------------------------
 # passing faults
 
-# The libraries repeat some requests by themselves: aiohttp after a reset, gcsfs six times after any of these.
+# The libraries repeat some requests by themselves: aiohttp after a reset, gcsfs five times after any of these.
 FAULTS = {
     "reset": ({"times": 20, "drop_after": 0}, "Disconnected|Connect|RemoteProtocolError|ReadError"),
     "reset inside": (
@@ -280,6 +280,8 @@ def test_passing_faults_of_a_network_cost_a_line_each(network, fault, local_shar
     how, line = FAULTS[fault]
     if fault == "stall":
         monkeypatch.setattr(retry, "SILENCE_S", 0.5)
+        if network.place.startswith("gs:"):
+            how = how | {"times": 7}
     network.server.fail(network.request, **how)
     prepare(network.source, "out", network.flags)
     told = [text for text in retries(capsys) if re.match(f"{network.place}: .*({line})", text)]
