@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import options_page
 import pytest
@@ -16,7 +17,8 @@ from test_refused import CHECKPOINTS, FLAGS, SHARDS
 
 from steadygpt import __version__
 from steadygpt.base.foreign import CONTENTS
-from steadygpt.checkpoint.files import FORMAT_VERSION
+from steadygpt.checkpoint.files import FORMAT_VERSION, CheckpointContent, TrainState
+from steadygpt.data.tokenizer import TokenizerRecord
 
 
 def text(page: str) -> str:
@@ -69,6 +71,12 @@ def test_the_results_of_the_storm_get_into_the_rows_whose_tests_all_ran(monkeypa
     record.outcomes["t.py::test_d"] = Counter(passed=2)
     record.counts["t.py::test_d"] = Counter()
     assert record.with_results(page, rows) == first.format("").replace("1 passed", "2 passed")
+
+
+def test_the_table_of_a_checkpoint_has_its_keys():
+    table = text("docs/checkpoints.md").partition("\n## Contents of a file")[2]
+    named = {key for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert named == {*get_type_hints(CheckpointContent), *get_type_hints(TrainState), *TokenizerRecord._fields}
 
 
 def test_format_version_and_address_are_the_same_everywhere():
