@@ -1,6 +1,5 @@
-# Sourced by other scripts: sets repo, nproc (NPROC, or the number of GPUs) and how threads wait, and prefers .venv.
-repo=$(readlink -f "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..")
-[ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
+# Sourced by other scripts: as python.sh, and sets nproc (NPROC, or the number of GPUs) and how threads wait.
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/python.sh"
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # empty or -1: no GPU
     gpus=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true)

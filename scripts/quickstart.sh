@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 3 to 8 minutes on two CPU
+# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 2 to 8 minutes on two CPU
 # cores. Downloads only Python packages. Run it again at any time: it resumes from the last checkpoint, or reports that
 # the run is finished. Flags are passed to train.py.
 set -euo pipefail
@@ -47,7 +47,7 @@ cat <<'END'
     NPROC=1 ./resume_training.sh checkpoints/quickstart --resume stable --max_steps 2000
 
   your own text
-    python prepare_dataset.py --source 'my_texts/*.txt' --tokenizer bytes --out data/mine
+    python prepare_dataset.py --source my_texts/ --tokenizer bpe:8192 --out data/mine
     python train.py --config quickstart --data_dir data/mine --checkpoint_dir checkpoints/mine
 
   GPT-2 124M on FineWeb-Edu, four GPUs

@@ -2,8 +2,8 @@
 # Show the curves of all runs in FOLDER and below it, by default checkpoints, at http://localhost:6006:
 #     ./start_tensorboard.sh [FOLDER] [flags of tensorboard, such as --port 6007]
 set -euo pipefail
-repo=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
-[ -x "$repo/.venv/bin/python" ] && PATH="$repo/.venv/bin:$PATH"
+needs=tensorboard
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/python.sh"
 case ${1:-} in
     --checkpoint?dir) shift ;;
     --checkpoint?dir=*) set -- "${1#*=}" "${@:2}" ;;

@@ -42,7 +42,7 @@ def script(workdir, monkeypatch) -> Path:
     """Return start_training.sh in a copy of the repository, with TRAIN and MONITOR as its programs."""
     repo = workdir / "repo"
     (repo / "scripts").mkdir(parents=True)
-    for name in ("start_training.sh", "monitor_training.sh", "nproc.sh"):
+    for name in ("start_training.sh", "monitor_training.sh", "nproc.sh", "python.sh"):
         shutil.copy(REPO / "scripts" / name, repo / "scripts")
     (repo / "monitor_training.sh").symlink_to("scripts/monitor_training.sh")
     (repo / "configs").symlink_to(REPO / "configs")
@@ -170,3 +170,20 @@ def test_a_folder_in_which_a_run_is_training_is_refused(script):
 def test_a_plan_of_the_real_trainer(workdir):
     done = run(REPO / "start_training.sh", *TINY, "--dry_run")
     assert done.returncode == 0 and re.search(r"^steps +8, each of 64 tokens", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["list_checkpoints", "monitor_training", "resume_training", "start_tensorboard"])
+def test_a_script_before_the_installation_says_what_to_run(tmp_path, name):
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for file in (f"{name}.sh", "nproc.sh", "python.sh"):
+        shutil.copy(REPO / "scripts" / file, scripts)
+    python = tmp_path / "bin/python"  # without packages
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "checkpoints").mkdir()
+    env = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    ended = subprocess.run([scripts / f"{name}.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: \w+ is not installed for this Python; run \./setup\.sh first\n", ended.stderr)

@@ -150,10 +150,15 @@ class Plan:
         return text
 
     def _saves_text(self) -> str:
-        """Return how often latest.pt is saved at least, and how many bytes that writes."""
-        interval_s = 60 * self.config.checkpoint_minutes
-        bytes_a_day = checkpoint_bytes(self.sketch, self.config.optimizer) * 86400 / interval_s
-        return f"{LATEST} every {duration_text(interval_s)} or less; writes up to {bytes_text(bytes_a_day)} a day"
+        """Return how often the run saves, and how many bytes that writes."""
+        config = self.config
+        interval_s = 60 * config.checkpoint_minutes
+        bytes_per_save = checkpoint_bytes(self.sketch, config.optimizer)
+        bytes_a_day = bytes_per_save * 86400 / interval_s
+        text = f"{LATEST} every {duration_text(interval_s)} or less, up to {bytes_text(bytes_a_day)} a day"
+        if config.checkpoint_freq:
+            text += f"; {bytes_text(bytes_per_save)} more every {counted(config.checkpoint_freq, 'step')}"
+        return text
 
     def last_row(self) -> int:
         """Return the rows that the run will have consumed at its last step."""
