@@ -16,25 +16,32 @@ PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 def show(lines: Iterable[str], is_terminal: bool) -> None:
     name = ""
     done = 0  # bytes of the files before
-    part = whole = 0  # bytes of this file
+    part = 0  # bytes of this file
     shown_s = time.monotonic()
     for line in lines:
         start = DOWNLOADING.match(line)
         progress = PROGRESS.match(line)
+        is_last = line.startswith("Installing collected packages")
+        now_s = time.monotonic()
         if start:
             name = start[1]
             done += part
             part = 0
-        elif progress:
-            part, whole = int(progress[1]), int(progress[2])
-        elif line.startswith("Installing collected packages"):
-            text = f"downloaded {(done + part) / 1e6:,.0f} MB; unpacking"
-            print(f"\r{text:<78}" if is_terminal else text, flush=True)
-        now_s = time.monotonic()
-        if progress and (is_terminal or now_s - shown_s >= INTERVAL_S):
-            text = f"downloaded {(done + part) / 1e6:,.0f} MB; {name} {part / whole:.0%} of {whole / 1e6:,.0f} MB"
-            print(f"\r{text:<78}" if is_terminal else text, end="" if is_terminal else "\n", flush=True)
-            shown_s = now_s
+        if progress:
+            part = int(progress[1])
+            whole = int(progress[2])
+        if is_last:
+            state = "unpacking"
+        elif progress and (is_terminal or now_s - shown_s >= INTERVAL_S):
+            state = f"{name} {part / whole:.0%} of {whole / 1e6:,.0f} MB"
+        else:
+            continue
+        text = f"downloaded {(done + part) / 1e6:,.0f} MB; {state}"
+        if is_terminal:
+            print(f"\r{text:<78}", end="\n" if is_last else "", flush=True)
+        else:
+            print(text, flush=True)
+        shown_s = now_s
 
 
 if __name__ == "__main__":
