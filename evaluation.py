@@ -90,17 +90,8 @@ class Evaluation:
         epochs = epochs_of_sources(self.plan.data, self.plan.launches, state.rows_consumed)
         best = self.saves.record_evaluation(state, scores, save)
         text = validation_text(sets, best, epochs)
-        band: dict[str, float] = {}
-        warning = ""
-        if self.plan.expected:
-            band, warning = self.plan.expected.compare(state.step, scores["val_loss"])
-        if band:
-            text += f" | expected {band['expected_low']:.4f} to {band['expected_high']:.4f}"
-        self.log.note(**band)
         epoch_scores = {f"epoch/{name}": epoch for name, epoch in epochs.items()}
-        self.log.evaluation(state.step, text, **scores, **band, **epoch_scores)
-        if warning:
-            self.log.warn(warning, event="off course")
+        self.log.evaluation(state.step, text, **scores, **epoch_scores)
         self.log.tell("histograms", state.step, self.model)
 
     def validate(self, val: RowStream) -> dict[str, float]:

@@ -203,7 +203,6 @@ class TrainConfig(GPTConfig):
     core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
     core_dir: str = _evals("", "folder of CORE's tasks")
     core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
-    expect: str = _evals("", "prediction.json of predict.py: warn if validations leave its band")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
     sample_prompt: str = _evals("", "prompt of the text samples, if not the start of a document")
     eval_only: bool = _evals(False, "evaluate --resume (default: latest) or --init_from, and exit", on_resume="launch")

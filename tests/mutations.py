@@ -70,7 +70,6 @@ MUTATIONS = [Mutation(*row) for row in (
     ("optim.py", "if wrong:", "if False:", "test_optim"),
     ("optim.py", "tensor.dtype != torch.float32", "False", "test_optim"),
     ("train.py", ', event="corruption"', "", "log/test_alerts"),
-    ("evaluation.py", ', event="off course"', "", "log/test_alerts"),
     ("steadygpt/machine/digests.py", "sorted(digests.items())", "sorted(digests.items())[1:]", "machine/test_digests"),
     ("steadygpt/base/durable.py", "        with open_to_read(temporary) as file:\n            fsync(file.fileno())",
      "        pass", "base/test_power_cuts"),

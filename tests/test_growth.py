@@ -4,22 +4,18 @@ import os
 import subprocess
 import sys
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from conftest import run_here, write_data
 
 import dataloader
-import replay
 from dataloader import RowStream
 from steadygpt.base.text import some
-from steadygpt.checkpoint import files
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import Shard, ShardSet
 from steadygpt.machine.device import seed
 from steadygpt.run.plan import validation_rows
-from steadygpt.run.repeats import recorded_steps
 
 
 def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, monkeypatch):
@@ -50,16 +46,6 @@ def test_seeding_two_generators_draws_what_torch_manual_seed_does():
     expected = torch.rand(9)
     seed(torch.device("cpu"), 12345)
     assert torch.equal(torch.rand(9), expected)
-
-
-def test_a_replay_reads_only_the_checkpoint_that_it_starts_from(workdir, monkeypatch):
-    assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "99", "--max_steps", "12") == 0
-    start, _ = recorded_steps(Path("checkpoints/metrics.jsonl"), 3, 11)
-    read, seen = files.read_checkpoint, []
-    monkeypatch.setattr(files, "read_checkpoint", lambda path: seen.append(path) or read(path))
-    for step in (3, 12):
-        replay.find_origin(Path("checkpoints"), start, step)
-    assert [path.name for path in seen] == ["rolling_step_000002.pt", "rolling_step_000012.pt"]
 
 
 def test_validation_sets_share_the_tokens_of_a_validation():

@@ -72,7 +72,7 @@ def test_commands_are_imported_by_no_other_module():
 
 def test_training_loads_no_other_command_and_imports_have_no_side_effects():
     others = OF_COMMANDS - {"train", "guard", "evaluation", "generate", "hellaswag_eval"}
-    assert {"convert_hf", "look", "predict", "replay", "prepare_dataset"} <= others
+    assert {"convert_hf", "look", "prepare_dataset"} <= others
     script = f"""
 import importlib, sys, train
 assert not {others!r} & set(sys.modules), {others!r} & set(sys.modules)

@@ -185,8 +185,6 @@ FLAGS: list[tuple] = [
     ("hellaswag_eval --max-per-task 5", "unknown argument '--max_per_task'; use --limit"),
     (f"look data --rows {HUGE}", "expected 0 to 1,000,000"),
     ("look data --rows -1", "--rows is -1; expected 0 to 1,000,000"),
-    ("replay", "--steps is ''; expected a step, such as 4000, or A:B, such as 4000:4250"),
-    ("replay --steps 2:1", "--steps is '2:1'; expected a step, such as 4000, or A:B"),
     ("convert_hf latest", "the following arguments are required: target"),
     ("monitor_training --interval_s 0", "--interval_s is 0.0; expected "),
     # Options that do not fit each other.
@@ -207,8 +205,6 @@ FLAGS: list[tuple] = [
     ("generate --prompt a --prompt_file b", "give one of them"),
     ("look", "expected a folder of token shards, or --step N"),
     ("look data --step 1", "--step cannot be combined with FOLDER; drop one of them"),
-    ("look data --by loss", "--by cannot be combined with FOLDER"),
-    ("look data --precision bf16", "--precision cannot be combined with FOLDER"),
     ("look checkpoints --step 1", "--step cannot be combined with FOLDER"),
     ("look --step 1 --seed 3", "--seed cannot be combined with --step"),
     # Files and folders that are missing or hold something else.
@@ -227,7 +223,6 @@ FLAGS: list[tuple] = [
     ("hellaswag_eval none.pt", "none.pt: no such"),
     (f"hellaswag_eval {OF_RUN} --hellaswag_file none.jsonl", "none.jsonl: cannot be read"),
     (f"hellaswag_eval {OF_RUN} --tasks core --core_dir nowhere", "nowhere/core.yaml: cannot be read"),
-    ("replay --step 1 --checkpoint_dir data", "no checkpoints in data; try another"),
     ("convert_hf latest out.bin", "out.bin: expected the name of a new folder, or of a checkpoint file: NAME.pt"),
     ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
     ("convert_hf none.pt out.pt", "none.pt"),
@@ -307,8 +302,6 @@ CHECKPOINTS: list[tuple] = [
     (f"train {OF_RUN} --resume", f"{RUN}: all checkpoints are corrupt: {RUN}/latest.pt: corrupt (", damaged),
     (f"train {OF_RUN} --resume", f"{RUN}/latest.pt: cannot be read (", unreadable),
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
-    (f"replay {OF_RUN} --step 8", "the launch at step 0 has records of steps 0 to 7, not of step 8; choose recorded"),
-    (f"replay {OF_RUN} --steps 4:9", "the launch at step 0 has records of steps 0 to 7, not of step 9"),
     (f"train {OF_RUN} --resume second/latest.pt", f"{RUN} already holds checkpoints", second),
     *((f"train --checkpoint_dir links --resume {which}",
        "links: all checkpoints are corrupt: links/latest.pt: no such checkpoint", links)

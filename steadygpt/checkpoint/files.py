@@ -378,31 +378,11 @@ class Lineage(TypedDict):
 
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
-    return _head_of(load_verified(path, only_plain=True), path)
-
-
-def _head_of(content: Any, path: Path) -> Head:
+    content: Any = load_verified(path, only_plain=True)
     check_ours(content, path)
     head = typed(content, Head, path, ADVICE)
     lineage = typed(content, Lineage, path, ADVICE)
     return replace(head, origin=origin(lineage["launches"], head.step))
-
-
-class Launches(TypedDict):
-    """The part of a checkpoint's content that says how the run was launched."""
-
-    launches: list[Launch]
-
-
-def launches_of(folder: Path) -> tuple[int, list[Launch]]:
-    """Return the step and the launches of the newest checkpoint in a folder, without reading its tensors."""
-    path = next(iter(scan(folder))).path
-    content = load_verified(path, only_plain=True)
-    launches = typed(content, Launches, path, ADVICE)["launches"]
-    step = _head_of(content, path).step
-    for entry in launches:
-        _complete(entry, path)
-    return step, launches
 
 
 # Each file is read only once, because thousands of files take seconds.

@@ -36,7 +36,6 @@ from steadygpt.machine.device import (
 from steadygpt.machine.host import available_memory_bytes, check_compiler
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.data import Data
-from steadygpt.run.expected import Expected
 from steadygpt.run.history import History
 from steadygpt.run.launches import epochs_of_sources, mixture_text, new_launch, phase_of
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
@@ -64,7 +63,6 @@ class Plan:
     notes: tuple[str, ...]  # further lines, one per surprising choice
     writes: bool  # whether it writes logs and checkpoints, which a dry run or an evaluation does not
     is_finished: bool  # the run in the folder has taken all its steps
-    expected: Expected | None  # of --expect
     history: History
     data: Data
     sketch: GPT  # on the meta device
@@ -346,7 +344,6 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         "notes": tuple(filter(None, notes)),
         "writes": writes,
         "is_finished": has_ended and history.step >= config.max_steps,
-        "expected": Expected.load(config) if config.expect and writes else None,
     }
 
 

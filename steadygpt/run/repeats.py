@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, printable
 from steadygpt.log.metrics import LaunchLine, Record, segments, without_nan
 from steadygpt.log.runlog import RunLog
@@ -52,21 +51,6 @@ def repeated_records(path: Path, step: int, parent: str, settings: Mapping[str, 
         for record in records:
             comparable[int(record["step"] or 0)] = record
     return comparable, ""
-
-
-def recorded_steps(path: Path, first: int, last: int) -> tuple[LaunchLine, dict[int, Record]]:
-    """Return the launch in a metrics.jsonl that took both steps, and its records that no later launch repeats."""
-    for launch, records in segments(path, key="loss"):  # the newest launch first
-        if launch["first_step"] > first or not records:
-            continue
-        record_of_step = {int(record["step"] or 0): record for record in records}
-        if last in record_of_step:
-            return launch, record_of_step
-        recorded = f"has records of steps {min(record_of_step):,} to {max(record_of_step):,}, not of step {last:,}"
-        raise UserError(
-            f"{path}: the launch at step {launch['first_step']:,} {recorded}; choose recorded steps of one launch"
-        )
-    raise UserError(f"{path}: no record of step {first:,}; choose other steps, or restore the logs")
 
 
 def usual_differences(steps: int) -> dict[str, float]:

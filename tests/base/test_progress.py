@@ -30,11 +30,11 @@ def test_in_a_log_file_each_state_is_a_line(capsys, monkeypatch):
 
 
 def test_counts_are_whole_numbers_and_slow_rates_are_times_of_one(capsys):
-    with ProgressBar(desc="replaying", total=66, unit="step") as bar:
+    with ProgressBar(desc="scoring", total=66, unit="step") as bar:
         bar.start_t -= 132
         bar.update(66)
     [line] = {*capsys.readouterr().err.splitlines()}
-    assert line.startswith("replaying: 100%, 66 of 66, ") and line.endswith("s/step")
+    assert line.startswith("scoring: 100%, 66 of 66, ") and line.endswith("s/step")
 
 
 def test_in_a_log_file_lines_are_a_minute_apart(capsys):

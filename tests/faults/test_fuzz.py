@@ -14,7 +14,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import as_checkpoint, check_tensors, config_of, named_tensors, read_checkpoint
+from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
@@ -46,7 +45,6 @@ from steadygpt.log.metrics import read_records, read_status
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
-from steadygpt.run.expected import Expected, Prediction, compared_options
 from steadygpt.run.history import resume_options
 from steadygpt.run.identity import read_run
 from steadygpt.run.repeats import repeated_records
@@ -219,25 +217,10 @@ def files(tmp_path_factory):
         index = {"metadata": {"total_size": 9}, "weight_map": {"transformer.wte.weight": "one.safetensors"}}
         Path("parts/model.safetensors.index.json").write_text(json.dumps(index))
         write_bundle(Path("bundle"), rows=11)
-        curve = [(step, 5 / step**0.1) for step in (1, 2, 4)]
-        prediction = Prediction(compared_options(settled()), curve)
-        Path("prediction.json").write_text(json.dumps(prediction._asdict()))
         row = {"ctx": "A man", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
         Path("rows.jsonl").write_text(json.dumps(row))
         Path("tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
     return folder
-
-
-def settled() -> TrainConfig:
-    """Return the configuration of the run in checkpoints/."""
-    return replace(config_of(read_checkpoint(Path("checkpoints/latest.pt"))["launches"][-1]), expect="prediction.json")
-
-
-def see_prediction() -> None:
-    expected = Expected.load(settled())
-    for step in (0, 1, 2, 3, 5, 10**9):
-        for loss in (0.0, 1e-300, 3.0, 1e308):
-            expected.compare(step, loss)
 
 
 def see_monitor() -> None:
@@ -305,7 +288,6 @@ READERS = {
     "rows.jsonl": Reader(of_json, lambda: load_hellaswag("rows.jsonl")),
     "bundle/core.yaml": Reader(of_yaml, lambda: load_core("bundle"), 40, accepts=True),
     TASK: Reader(of_a_line, lambda: load_core("bundle")),
-    "prediction.json": Reader(of_json, see_prediction, 100, accepts=True),
     "bundle/eval_meta_data.csv": Reader(mutate, lambda: load_core("bundle")),
     "tokenizer.json": Reader(of_json, lambda: load_tokenizer(record_named("tokenizer.json")).encode("some words")),
     "hf/config.json": Reader(of_json, lambda: read_weights("hf")),
