@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import TINY, load, metrics, run_here, weights_content, write_data, write_shard
+from conftest import TINY, load, run_here, weights_content, write_data, write_shard
 from test_tokenizer_json import byte_tokenizer
 
 import train
@@ -168,7 +168,7 @@ def rows_of(capsys, *flags: str) -> list[tuple[int, str, int, str]]:
     found = []
     for part in capsys.readouterr().out.split("\n--- row ")[1:]:
         label, _, text = part.partition("\n")
-        number, _, where, position = re.fullmatch(r"(\d+): (loss \S+, )?(.*) from token ([\d,]+) on", label).groups()
+        number, where, position = re.fullmatch(r"(\d+): (.*) from token ([\d,]+) on", label).groups()
         found.append((int(number), where, int(position.replace(",", "")), text[:-1]))
     return found
 
@@ -197,34 +197,6 @@ def test_the_rows_of_a_step_are_those_that_it_trained_on(workdir, trained_on, ca
     assert {source for step, source in sources if step < 4} == {"data"}
     assert {source for step, source in sources if step >= 4} == {"data", "m"}
     assert len(rows_of(capsys, "--step", "5")) == 3
-
-
-def test_a_garbage_document_comes_first_by_loss(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    ids = np.resize(list(b"the cat sat on the mat. "), 1700)
-    garbage = 16 * 82  # the third row of step 20
-    ids[garbage : garbage + 16] = np.random.default_rng(0).integers(128, 256, 16)
-    write(tmp_path / "data", train=[ids.tolist()])
-    in_order = ("--shuffle_rows", "off", "--max_lr", "3e-2", "--log_freq", "1")
-    assert run_here(*in_order, "--max_steps", "24", "--checkpoint_freq", "20") == 0
-    capsys.readouterr()
-    flags = ["--step", "20", "--by", "loss", "--rows", "0", "--precision", "fp32"]
-    assert main(flags) == 0
-    lines = capsys.readouterr().out.splitlines()
-    loss = metrics("checkpoints", "loss")[20]
-    assert lines[:2] == [
-        "step 20: rows 80 to 83, with options of checkpoints/latest.pt at step 24",
-        f"mean loss {loss:.4f}, of checkpoints/rolling_step_000020.pt at step 20",
-    ]
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines if line.startswith("--- row")]
-    assert losses == sorted(losses, reverse=True) and losses[0] > 2 * losses[1]
-    assert f", data, a_train_000000.npy from token {garbage:,} on" in lines[3]
-    # A corrupt checkpoint is skipped.
-    (tmp_path / "checkpoints" / "rolling_step_000020.pt").write_bytes(b"")
-    assert main(flags) == 0
-    output = capsys.readouterr()
-    assert "of checkpoints/latest.pt at step 24" in output.out
-    assert "warning: skipped checkpoints/latest_backup.pt" in output.err
 
 
 def test_weights_without_a_run_have_no_steps(workdir):

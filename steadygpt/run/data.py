@@ -103,35 +103,6 @@ def find_data(
     return Data(tuple(sources), tuple(validated), record, vocab_size)
 
 
-def recorded_sources(
-    config: TrainConfig, recorded: Mapping[str, tuple[str, str]], step: int, fingerprint: Mapping[str, Sequence[list]]
-) -> tuple[DataSet, ...]:
-    """Find the shards that a step trained on, and check that they are the same.
-
-    Args:
-        recorded: name -> (folder, identity), from the launch that took the step.
-        fingerprint: of the shards of the run, see ShardSet.check.
-    """
-    sources = []
-    any_id = 2**32  # accept every token id: they were checked before training
-    for name, (folder, expected) in recorded.items():
-        if not Path(folder).is_dir():
-            raise UserError(
-                f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
-                "training did, or put a link to their new place there"
-            )
-        shards = ShardSet.find(name, folder, "train").for_vocab(config.vocab_size)
-        checked = shards.check(any_id, fingerprint)
-        identity = shards.identity({shards.key: checked}, reads=False)
-        if identity != expected:
-            raise UserError(
-                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {identity[:12]}..., expected "
-                f"{expected[:12]}...; copy those back"
-            )
-        sources.append(DataSet(shards, RowStream(shards.shards, config.context_length, config)))
-    return tuple(sources)
-
-
 def find_val_sets(
     config: TrainConfig,
     sources: Sequence[ShardSet],
