@@ -139,8 +139,7 @@ class TrainConfig(GPTConfig):
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
     deterministic: bool = _run(False, "repeat the same bits, on up to 8 processes; slower", on_resume="never")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
-    dry_run: str = _run("off", "print the plan and exit; measure: time some micro-steps too", bare="plan",
-                        choices=("off", "plan", "measure"), spellings={"True": "plan"}, on_resume="launch")
+    dry_run: bool = _run(False, "print the plan and exit", on_resume="launch")
 
     data_dir: str = _data("data/edu_fineweb10B", "folder of token shards")
     mix: str = _data("", "mixture of folders, instead of data_dir: [NAME=]FOLDER[:WEIGHT],...")
@@ -250,7 +249,7 @@ class TrainConfig(GPTConfig):
                 self.eval_only and not evaluates,
                 "--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1",
             ),
-            (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
+            (self.eval_only and self.dry_run, "--eval_only and --dry_run cannot be combined; drop one"),
             (self.shard_size and not self.is_fsdp, "--shard_size needs --sharding fsdp"),
             # FSDP sums gradients in an order of its own.
             (self.deterministic and self.is_fsdp, "--deterministic needs --sharding ddp"),
@@ -266,7 +265,7 @@ class TrainConfig(GPTConfig):
     @property
     def trains(self) -> bool:
         """Whether this is a run, which writes; a dry run and --eval_only only read."""
-        return self.dry_run == "off" and not self.eval_only
+        return not (self.dry_run or self.eval_only)
 
     def sources(self) -> dict[str, tuple[str, Fraction]]:
         """Return name -> (folder, weight) of the training data: those of mix, or data_dir alone."""
@@ -357,11 +356,6 @@ class TrainConfig(GPTConfig):
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step."""
         return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
-
-    def with_micro_steps(self, count: int, world_size: int) -> "TrainConfig":
-        """Return the configuration with steps of so many micro-steps."""
-        tokens = self.mini_batch_size * self.context_length * world_size
-        return dataclasses.replace(self, total_batch_size=count * tokens)
 
     def virtual_ranks(self) -> int:
         """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""

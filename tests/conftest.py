@@ -252,11 +252,11 @@ def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunL
 
 
 def built(*flags: str, ranks: Ranks):
-    """Return a train.Run that writes nothing, as for --dry_run measure."""
+    """Return a train.Run that writes nothing, because of --dry_run."""
     import train
     from steadygpt.config import parse_args
 
-    config, set_by = parse_args([*TINY, *flags, "--dry_run", "measure"])
+    config, set_by = parse_args([*TINY, *flags, "--dry_run"])
     with contextlib.ExitStack() as stack:
         history = train.open_history(config, set_by, ranks, stack)
         plan = train.settle(history, train.open_data(history, ranks), ranks)

@@ -402,7 +402,6 @@ def stopped(workdir, capsys) -> Path:
 
 @pytest.mark.parametrize("flags", [
     ("--resume", "--dry_run"),
-    pytest.param(("--resume", "--dry_run", "measure"), marks=pytest.mark.storm),
     ("--resume", "--eval_only", "--eval_freq", "1"),
     ("--resume", "--num_layers", "3"),  # refused
     ("--resume", "--data_dir", "nowhere"),  # refused
