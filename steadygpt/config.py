@@ -180,7 +180,7 @@ class TrainConfig(GPTConfig):
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
     check_steps: int = _saves(100, "steps between comparisons of the ranks' weights")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
-    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if saves are slow; 0 = off")
+    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; more if saves are slow; 0 = off")
     keep_checkpoints: int = _saves(10, "newest rolling checkpoints to keep", at_least=1)
     keep_epochs: int = _saves(0, "newest epoch checkpoints to keep; 0 = all")
     resume: str = _saves("", "latest, auto (latest, or a new run), best, stable (before wsd's cool-down), a file "
