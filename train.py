@@ -53,6 +53,7 @@ from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Results, StepResult
 from steadygpt.run.summary import summarize
 
+CHECK_STEPS = 100  # between comparisons of the ranks' weights; each save compares them too
 EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
             tiers = run.plan.schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
             if saves.poll(state.step, is_special=is_last or bool(tiers)):
                 save(run)
-            elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
+            elif has_replicas and state.step % CHECK_STEPS == 0:
                 run.capture.check_replicas()
             if run.evaluation.run(state, is_last, lambda: save(run)):
                 results.restart_clock()

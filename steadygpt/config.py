@@ -162,12 +162,10 @@ class TrainConfig(GPTConfig):
     cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
     warmup_steps: int = _recipe(715, "steps of linear warm-up; capped at a tenth of the run unless set by flag")
     muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
-    muon_momentum: float = _recipe(0.95, "momentum of Muon", at_most=0.9999)
     muon_beta2: float = _recipe(0.0, "beta2 of NorMuon; 0 = off", at_most=0.9999)
     weight_decay: float = _recipe(0.1, "weight decay of matrices and embeddings")
     adam_beta1: float = _recipe(0.9, "beta1 of AdamW", at_most=0.9999)
     adam_beta2: float = _recipe(0.95, "beta2 of AdamW", at_most=0.999999)
-    adam_eps: float = _recipe(1e-8, "epsilon of AdamW", at_least=1e-20)
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data")
@@ -178,7 +176,6 @@ class TrainConfig(GPTConfig):
     max_hours: float = _optim(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
-    check_steps: int = _saves(100, "steps between comparisons of the ranks' weights")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
     checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; more if saves are slow; 0 = off")
     keep_checkpoints: int = _saves(10, "newest rolling checkpoints to keep", at_least=1)
@@ -191,8 +188,6 @@ class TrainConfig(GPTConfig):
     verbose: bool = _saves(False, "with --list_checkpoints, verify each; alias: -v", on_resume="launch", aliases=("v",))
     mirror: str = _saves("", "object store to copy the run to, such as s3://BUCKET/RUN", on_resume="place",
                          no_password=True)
-    mirror_keep: int = _saves(10, "newest rolling checkpoints to keep in the mirror; 0 = all")
-    mirror_minutes: float = _saves(10.0, "minutes between uploads of timed saves")
     background_upload: bool = _saves(True, "upload during training; off: each save waits for its upload")
 
     eval_freq: int = _evals(250, "steps between validations; 0 = off")
@@ -211,7 +206,6 @@ class TrainConfig(GPTConfig):
     log_freq: int = _logs(1, "steps between log lines", at_least=1)
     use_wandb: bool = _logs(False, "also log to Weights & Biases", on_resume="place")
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run")
-    system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU and memory; 0 = off")
     alert_url: str = _logs("", "webhook for alerts: Slack, Discord, ntfy or your own",
                            on_resume="launch", secret=True)
 

@@ -209,7 +209,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
-    assert "system_metrics_s 10.0, sharding ddp, " in text and "tokenizer_json" not in text
+    assert "gpu_hour_cost 0.0, sharding ddp, " in text and "tokenizer_json" not in text
     assert re.search(r"digest \d+ last launch id 0000", text)
     assert (weights, optimizer) == ("          1 x weight (1000,)", "  optimizer  exp_avg")
 
