@@ -31,7 +31,7 @@ from steadygpt.run.repeats import Comparison, recorded_steps
 
 AS_RECORDED = "code, machine and options are as recorded"
 OFF = [  # these cost time and change no step, or write outside the folder of the fork
-    "--eval_freq=0", "--hellaswag_freq=0", "--core_freq=0", "--core_dir=", "--sample_freq=0", "--expect=",
+    "--eval_freq=0", "--hellaswag_freq=0", "--sample_freq=0", "--expect=",
     "--checkpoint_freq=0", "--checkpoint_minutes=0", "--max_hours=0", "--mirror=",
     "--use_tensorboard=off", "--use_wandb=off",
 ]  # fmt: skip

@@ -142,7 +142,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
         ranks.on_main(lambda: log.say("\n".join(plan.lines())))
     tokenizer = None
     suites: list[tuple[int, Suite]] = []
-    needs_tokenizer = config.sample_freq or config.hellaswag_freq or config.core_freq or data.val_sets
+    needs_tokenizer = config.sample_freq or config.hellaswag_freq or data.val_sets
     if needs_tokenizer and (plan.writes or config.eval_only):
         tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
     if tokenizer:

@@ -194,9 +194,6 @@ class TrainConfig(GPTConfig):
     eval_tokens: int = _evals(10485760, "validation tokens, equally many of each set", at_least=1)
     hellaswag_freq: int = _evals(500, "steps between evaluations on HellaSwag; 0 = off")
     hellaswag_file: str = _evals("", "HellaSwag as a .jsonl file, if not from the Hub")
-    core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
-    core_dir: str = _evals("", "folder of CORE's tasks")
-    core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
     expect: str = _evals("", "prediction.json of predict.py: warn if validations leave its band")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
     sample_prompt: str = _evals("", "prompt of the text samples, if not the start of a document")
@@ -230,18 +227,16 @@ class TrainConfig(GPTConfig):
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
-        evaluates = self.eval_freq or self.hellaswag_freq or self.core_freq or self.sample_freq
+        evaluates = self.eval_freq or self.hellaswag_freq or self.sample_freq
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
             (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
-            (self.core_freq and not self.core_dir, "--core_freq needs --core_dir, the folder of the evaluation bundle"),
-            (self.core_dir and not self.core_freq, "--core_dir needs a --core_freq above 0"),
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
             (
                 self.eval_only and not evaluates,
-                "--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1",
+                "--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq of 1",
             ),
             (self.eval_only and self.dry_run, "--eval_only and --dry_run cannot be combined; drop one"),
             (self.shard_size and not self.is_fsdp, "--shard_size needs --sharding fsdp"),

@@ -45,7 +45,7 @@ Status = TypedDict("Status", {  # noqa: UP013 (a line for each type); times are 
     "host": str, "resume": str, "summary": list[str], "warnings": list[str],
     "load": dict[str, float], "pid": Count, "ranks": Count, "step": Count, "max_steps": Count,
     "tokens": Count, "eta_s": float, "checkpoint_bytes": Count, "loss": float, "val_loss": float, "val_bpb": float,
-    "best_val_loss": float, "expected_low": float, "expected_high": float, "hellaswag_acc_norm": float, "core": float,
+    "best_val_loss": float, "expected_low": float, "expected_high": float, "hellaswag_acc_norm": float,
     "lr": float, "grad_norm": float, "memory_gb": float, "epoch": float, "tokens_per_second": float, "step_ms": float,
     "mfu": float, "elapsed_s": float, "cost": float, "cost_to_go": float, "updated_at": float, "mirrored_at": float,
 }, total=False)

@@ -20,7 +20,6 @@ from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, config_of
 from steadygpt.config import FINEWEB_EDU_TOKENS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
-from steadygpt.data.tasks import load_core
 from steadygpt.data.tokenizer import check_recorded
 from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
@@ -47,7 +46,6 @@ ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known
 WORTH_A_GPU_S = 60  # on the assumed GPU; its time says nothing about a shorter run, which is meant for this device
 SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
-CHARACTERS_PER_TOKEN = 4  # roughly, in English
 TOKENS_PER_PARAMETER = 20
 MUCH = 0.1  # share of the training time
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
@@ -275,8 +273,6 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         check_recorded(data.tokenizer_record, Path(data.folder))
     if config.tokenizer == "auto" and not before:
         notes.append(note_of_vocabulary(data))
-    if config.core_freq:
-        load_core(config.core_dir, config.core_examples or None)  # to report a mistake in it before anything is written
 
     # What the machine decides: threads, precision and the rows of a micro-step.
     if config.deterministic and before and ranks.device.type == "cpu":
@@ -431,10 +427,6 @@ def evaluated_tokens(plan: Plan) -> int:
         tokens += plan.val_rows() * config.context_length * math.ceil(steps / config.eval_freq)
     if config.hellaswag_freq:
         tokens += HELLASWAG_TOKENS * math.ceil(steps / config.hellaswag_freq)
-    if config.core_freq:
-        tasks = load_core(config.core_dir, config.core_examples or None)
-        characters = sum(task.num_characters for task in tasks)
-        tokens += characters // CHARACTERS_PER_TOKEN * math.ceil(steps / config.core_freq)
     return tokens
 
 

@@ -126,10 +126,10 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt", val_loss=3.0)
     os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
-    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"core": -0.25}}
+    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}}
     (tmp_path / "evaluations.json").write_text(json.dumps({"0" * 16: evaluations, "1" * 16: {"10": {"val_loss": 9.0}}}))
     head, *lines, last = checkpoint_table(tmp_path)
-    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "CORE", "size", "age", "state"]
+    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == [
         "latest.pt", "epoch_00004.pt", "best_model.pt", "latest_backup.pt",
@@ -228,7 +228,7 @@ def listed_folder(tmp_path_factory) -> Path:
     write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3, digests={"weight": 7})
     write_checkpoint(folder, 123_457, "latest.pt")
     damage(folder / "latest.pt", "truncated")
-    scores = {"val_loss": 3.5, "val_bpb": 1.25, "core": -0.125}
+    scores = {"val_loss": 3.5, "val_bpb": 1.25}
     (folder / "evaluations.json").write_text(json.dumps({"0" * 16: {"123456": scores}}))
     return folder
 
