@@ -59,7 +59,7 @@ class Evaluation:
                 return False
             return everything or (state.step > 0 and state.step % freq == 0)
 
-        freqs = (config.eval_freq, config.hellaswag_freq, config.core_freq, config.sample_freq)
+        freqs = (config.eval_freq, config.hellaswag_freq, config.sample_freq)
         if not any(due(freq) for freq in freqs):
             return False
         self.log.note(doing="evaluating")

@@ -367,9 +367,6 @@ def load_suites(
             suites.append((config.hellaswag_freq, hellaswag))
         except UserError as error:
             warn(f"no HellaSwag in this run: {error}")
-    if config.core_freq:
-        core = Suite.load(CORE, config.core_dir, config.core_examples or None, tokenizer, length, ranks)
-        suites.append((config.core_freq, core))
     return suites
 
 
@@ -382,7 +379,7 @@ class EvaluationOptions(CheckpointOptions):
     tasks: str = option(HELLASWAG, "hellaswag, or core", choices=(HELLASWAG, CORE))
     hellaswag_file: str = option("", "examples of HellaSwag, a .jsonl file (default: from the Hub)")
     core_dir: str = option("", "folder of the tasks of CORE, the evaluation bundle of DCLM or nanochat")
-    limit: int | None = option(None, "examples of each task (default: all)", at_least=1, aliases=("core_examples",))
+    limit: int | None = option(None, "examples of each task (default: all)", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

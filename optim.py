@@ -18,6 +18,8 @@ Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows 
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+MUON_MOMENTUM = 0.95  # of Jordan et al. 2024
+ADAM_EPS = 1e-8  # of Loshchilov and Hutter 2019
 TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
 MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the same time, unless one matrix has more
 
@@ -56,7 +58,7 @@ def make_muon(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Opti
         "params": list(named.values()),
         "lr_ratio": config.muon_lr / config.max_lr,
         "parts": [model.config.parts(name) for name in named],
-        "momentum": config.muon_momentum,
+        "momentum": MUON_MOMENTUM,
         "beta2": config.muon_beta2,
     }
     if config.deterministic:  # each rank computes all matrices, because another batch size rounds differently
@@ -84,7 +86,7 @@ def adamw_options(config: TrainConfig) -> dict[str, Any]:
     return {
         "lr": config.max_lr,
         "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_eps,
+        "eps": ADAM_EPS,
         "weight_decay": config.weight_decay,
         "fused": True,
     }

@@ -23,7 +23,7 @@ from steadygpt.log.metrics import METRICS, read_records
 
 RUN = flags(
     compile="off", context_length=64, total_batch_size=1024, log_freq=1, warmup_steps=20, checkpoint_minutes=0,
-    eval_freq=0, hellaswag_freq=0, sample_freq=0, system_metrics_s=0, keep_checkpoints=99,
+    eval_freq=0, hellaswag_freq=0, sample_freq=0, keep_checkpoints=99,
 )  # fmt: skip
 MODELS = {
     "gpt2": flags(num_layers=4, num_heads=4, embd_size=128, max_lr=1e-3),

@@ -71,7 +71,7 @@ def quietly(function, *args):
 
 def build() -> train.Run:
     """Build the run that train.py trains, except that it writes nothing."""
-    config, set_by = parse_args(f"{FLAGS} --dry_run measure".split())
+    config, set_by = parse_args(f"{FLAGS} --dry_run".split())
     ranks = Ranks(torch.device("cpu"))
     with contextlib.ExitStack() as stack:
         history = train.open_history(config, set_by, ranks, stack)

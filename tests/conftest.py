@@ -10,9 +10,9 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
 from standin import StandIn
 from stores import gcs, s3, store  # noqa: F401 (fixtures)
@@ -245,18 +245,19 @@ def run_here(*flags: str) -> int:
 def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
     """Open the log of a run on rank 0, without the load of the machine; start_step is None for a new run."""
     Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    log = RunLog(replace(config, system_metrics_s=0.0), ranks or Ranks(torch.device("cpu")))
+    log = RunLog(config, ranks or Ranks(torch.device("cpu")))
     parent = "" if start_step is None else "0" * 16
-    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
+    with patch("steadygpt.log.runlog.SystemMetrics"):
+        log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
 
 def built(*flags: str, ranks: Ranks):
-    """Return a train.Run that writes nothing, as for --dry_run measure."""
+    """Return a train.Run that writes nothing, because of --dry_run."""
     import train
     from steadygpt.config import parse_args
 
-    config, set_by = parse_args([*TINY, *flags, "--dry_run", "measure"])
+    config, set_by = parse_args([*TINY, *flags, "--dry_run"])
     with contextlib.ExitStack() as stack:
         history = train.open_history(config, set_by, ranks, stack)
         plan = train.settle(history, train.open_data(history, ranks), ranks)

@@ -215,8 +215,6 @@ MUTATIONS = [Mutation(*row) for row in (
      "if weight.isnan().any():", "convert/test_brought"),
     ("prepare_dataset.py", 'asked |= {"commit": source.commit, "files": fingerprint(source.identities)}',
      'asked |= {"commit": source.commit}', "test_prepare_resume"),
-    ("steadygpt/run/measure.py", "(few_s - one_s) / max(1, few - 1)",
-     "(few_s - one_s) / max(1, few)", "run/test_forecast"),
     ("steadygpt/checkpoint/saves.py", "if files.read_head(self.folder / files.LATEST).step != step:",
      "if files.read_head(self.folder / files.LATEST).step > step:", "faults/test_disk"),
     ("steadygpt/prepare/documents.py", "        first = max(0, first - len(batch))",

@@ -128,7 +128,7 @@ OTHERS = {
     "tf32": "uses TF32", "cudnn_benchmark": "cuDNN", "cudnn_deterministic": "--deterministic", "streaming": "prepare_",
     "ds_config": "--sharding fsdp", "deepspeed_config": "--sharding fsdp", "use_8bit_optim": "--sharding fsdp",
     "bucket_name": "--mirror", "pretokenized": "--data_dir", "subset_size": "--max_files", "n_layers": "--num_layers",
-    "dim": "--embd_size", "d_ff": "--intermediate_size", "benchmark": "--dry_run measure", "vocab_size": "tokenizer",
+    "dim": "--embd_size", "d_ff": "--intermediate_size", "benchmark": "--dry_run", "vocab_size": "tokenizer",
     "compile_model": "--compile", "use_flash_attn": "attention kernel", "min_learning_rate": "--min_lr",
     "checkpoint_every_n_files": "saves every", "mode": "--config", "hidden_dropout": "--dropout",
     "master_port": "torchrun sets it", "wandb_entity": "WANDB_ENTITY", "global_batch_size": "--total_batch_size",

@@ -48,8 +48,7 @@ def refused(*flags: str) -> str:
     return str(caught.value)
 
 
-def test_what_the_sums_depend_on_stays_fixed(workdir, monkeypatch, capsys):
-    monkeypatch.setattr("steadygpt.run.measure.MEASURE_S", 0.1)
+def test_what_the_sums_depend_on_stays_fixed(workdir, capsys):
     assert run_here(*FOUR, "--mini_batch_size", "3", "--max_steps", "4") == 0  # 2 rows divide a step, and 2 processes
     assert (
         "same bits    on 1 or 2 processes of 1 thread each, because a step has 2 micro-batches\n"
@@ -66,7 +65,7 @@ def test_what_the_sums_depend_on_stays_fixed(workdir, monkeypatch, capsys):
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
-    assert run_here(*resume, "--mini_batch_size", "3", "--dry_run", "measure") == 0
+    assert run_here(*resume, "--mini_batch_size", "3", "--dry_run") == 0
     assert torch.get_num_threads() == threads
     torch.set_num_threads(threads + 1)
     assert run_here(*resume, "--mini_batch_size", "3", "--max_steps", "8") == 0  # as it was begun

@@ -114,7 +114,7 @@ MAINS = {
 TRAINED = [*TINY, "--checkpoint_freq", "1", "--eval_freq", "4", "--eval_tokens", "64", "--log_freq", "4"]
 NEEDS_MORE = re.compile(  # a network, an object store, a GPU, a preset that has to stay as large as it is
     r"hf:|[sg]s?3?://|https?:|gpt2\b|Qwen|distilbert|out/ckpt|--init_from exported|prepare_dataset.py$|mps|use_wandb|"
-    r"use_tensorboard|eval_bundle|post_norm|measure"
+    r"use_tensorboard|eval_bundle|post_norm"
 )
 SMALLER = {
     r"bpe:8192": "bpe:280",

@@ -47,7 +47,5 @@ def test_eval_only_without_evaluations_or_checkpoints_is_an_error(workdir):
     with pytest.raises(UserError, match="no checkpoints in checkpoints"):
         run_here("--eval_only")
     run_here()
-    with pytest.raises(
-        UserError, match="--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1"
-    ):
+    with pytest.raises(UserError, match="--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq of 1"):
         run_here("--eval_only")

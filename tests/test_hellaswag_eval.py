@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import evaluations, metrics, run_here, scalars, weights_content
+from conftest import weights_content
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle
@@ -287,24 +287,6 @@ def test_core_is_the_mean_of_accuracies_centred_on_chance(folder, capsys, model)
         numbers = [f"{number:.4f}" for number in (accuracy, task.chance, centred[-1])]
         assert line.split() == [task.label, *numbers, "12", str(sum(question.is_cut for question in questions))]
     assert f"latest.pt at step 7: CORE {np.mean(centred):.4f}, the mean of 22 tasks (264 examples, " in first
-
-
-def test_a_run_scores_core_and_keeps_the_figures(workdir, capsys):
-    write_bundle(workdir / "bundle", rows=12)
-    core = ("--core_freq", "4", "--core_dir", "bundle", "--core_examples", "11")
-    assert run_here(*core, "--use_tensorboard") == 0
-    out = capsys.readouterr().out
-    assert out.count("of them cut to the context of the model)") == 2
-    stored = evaluations("checkpoints")
-    for name in ("core", "core/piqa", "core/winograd"):
-        assert metrics("checkpoints", name) == {step: stored[step][name] for step in (4, 8)}
-        assert f"eval/{name}" in scalars("checkpoints/tensorboard")
-    assert f"CORE {stored[8]['core']:.4f}, the mean of 22 tasks (242 examples, " in out
-    assert run_here("--list_checkpoints") == 0
-    table = capsys.readouterr().out.splitlines()
-    assert "CORE" in table[0] and f" {stored[8]['core']:.4f} " in table[1]
-    assert run_here("--eval_only", *core) == 0
-    assert f"step 8/8 | CORE {stored[8]['core']:.4f}, " in capsys.readouterr().out
 
 
 def test_ranks_tokenize_a_part_each(tmp_path):

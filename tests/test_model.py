@@ -85,11 +85,11 @@ def test_initial_weights_and_loss():
 
 def test_adamw_has_the_given_options_and_decays_only_matrices_and_embeddings():
     model = GPT(SMALL)
-    config = TrainConfig(weight_decay=0.1, max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    config = TrainConfig(weight_decay=0.1, max_lr=0.5, adam_beta1=0.8, adam_beta2=0.9)
     decayed, others = make_optimizer(model, config, ALONE).param_groups
     for group, weight_decay in ((decayed, 0.1), (others, 0.0)):
         found = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        assert found == {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": weight_decay}
+        assert found == {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": weight_decay}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)  # the tied head counts once
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"wte", "wpe", "c_attn", "c_proj", "c_fc"}

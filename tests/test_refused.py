@@ -256,7 +256,6 @@ FLAGS: list[tuple] = [
 
 SHARDS: list[tuple] = [
     ("train", "no train shards in data", no_data),
-    ("train --dry_run measure", "no train shards in data", no_data),
     ("train --dry_run --resume auto", "no train shards in data", no_data),
     ("train", "tiny_train_000001.npy: missing, though manifest.json lists it", SHARD.unlink),
     ("train", "tiny_train_000001.npy: not a .npy file", shard(lambda _: b"")),

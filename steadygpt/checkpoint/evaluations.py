@@ -18,7 +18,7 @@ from steadygpt.base.typed import parse_json
 
 EVALUATIONS = "evaluations.json"
 LaunchId = Annotated[str, "[0-9a-f]{16}"]
-Scores = dict[str, Annotated[float, -100] | None]  # such as val_loss; CORE may be below 0; None: not finite
+Scores = dict[str, Annotated[float, -100] | None]  # such as val_loss; some may be below 0; None: not finite
 Evaluations = dict[LaunchId, dict[int, Scores]]  # launch, see origin() -> step -> scores
 
 

@@ -40,6 +40,7 @@ INDEX = "index.json"
 OF_FOLDER = "|".join(map(re.escape, (EVALUATIONS, *LOGS)))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
+MIRROR_KEEP = 10  # newest rolling checkpoints
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -202,7 +203,7 @@ class Mirror:
         )
         entries = dict(newest_first)
         orders = {name: entry.order for name, entry in entries.items()}
-        for name in too_old(orders, config.mirror_keep, config.keep_epochs):
+        for name in too_old(orders, MIRROR_KEEP, config.keep_epochs):
             del entries[name]
         self._write(entries)
         for name in sizes.keys() - {entry.file for entry in entries.values()}:

@@ -3,9 +3,7 @@
 import math
 import os
 import re
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 
 from steadygpt.base.durable import fsync_folder, link_file, replace_file, write_temporary
 from steadygpt.base.options import UserError
-from steadygpt.base.text import duration_text
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.evaluations import (
     EVALUATIONS,
@@ -33,9 +30,7 @@ from steadygpt.machine.device import compute_alone
 from steadygpt.machine.digests import check_digests
 from steadygpt.machine.ranks import Ranks, StopSignal
 
-PAUSE_SHARE = 0.01  # of the time: timed saves that pause training for longer become rarer
-MOST_MINUTES = 10.0  # between timed saves that become rarer, unless --checkpoint_minutes is longer
-PAUSES = 5  # number of the last pauses, whose median counts, so one slow write or one suspended machine has no effect
+PAUSE_SHARE = 0.01  # of the time that timed saves may pause training; slower saves are further apart
 MAX_FAILED = 10  # consecutive failed saves, and intervals of timed saves without a good one, after which a run stops
 # Temporary files that killed writers and downloads have left.
 STALE = re.compile(
@@ -61,7 +56,6 @@ class Saves:
         self.count = 0  # saves in this launch
         self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: there are none
         self.paused_s = 0.0  # in this launch
-        self.pauses = deque([0.0] * PAUSES, PAUSES)
 
     def poll(self, step: int, is_special: bool) -> bool:
         """Return whether the ranks save now, after `step` updates: because they agreed on it, or the step is special.
@@ -98,31 +92,14 @@ class Saves:
         # The pause excludes the wait, because timed saves begin only when none is in flight. The first save does not
         # count, because it also allocates memory.
         if self.count and self.interval_s:
-            self.pauses.append(time.monotonic() - ready_s)
-            self._choose_interval()
+            pause_s = time.monotonic() - ready_s
+            self.interval_s = max(60 * self.config.checkpoint_minutes, pause_s / PAUSE_SHARE)
         if not self.config.background_upload:
             self._wait_for_uploads(lambda: bool(self.stop.asked))
         self.step = step
         self.captured_at_s = time.monotonic()
         self.count += 1
         self.paused_s += self.captured_at_s - start_s
-
-    def _choose_interval(self) -> None:
-        """Choose the time between timed saves by the last pauses, and report when --checkpoint_minutes no longer holds.
-
-        When it holds again, that is reported too.
-        """
-        asked_s = 60 * self.config.checkpoint_minutes
-        pause_s = statistics.median(self.pauses)
-        interval_s = max(asked_s, min(pause_s / PAUSE_SHARE, 60 * MOST_MINUTES))
-        if self.interval_s == asked_s and interval_s > asked_s:
-            self.log.say(
-                f"timed saves are now {duration_text(interval_s)} apart instead of {duration_text(asked_s)}, because "
-                f"each pauses training for {pause_s:.1f} s"
-            )
-        if self.interval_s > asked_s and interval_s == asked_s:
-            self.log.say(f"timed saves are again {duration_text(asked_s)} apart")
-        self.interval_s = interval_s
 
     def record_evaluation(self, state: files.TrainState, scores: dict[str, float], save: Callable[[], object]) -> bool:
         """Record the scores of an evaluation, and return whether its val_loss, if it has one, is the lowest so far.

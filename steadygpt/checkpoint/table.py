@@ -17,9 +17,9 @@ from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, parse_eva
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.machine.digests import combined
 
-TITLES = ("file", "step", "epoch", "loss", "last val", "bits/byte", "CORE", "size", "age", "state")
+TITLES = ("file", "step", "epoch", "loss", "last val", "bits/byte", "size", "age", "state")
 # Columns that a terminal too narrow for all of them does not show, the least important first.
-EXPENDABLE = ("CORE", "epoch", "bits/byte", "size", "loss", "age", "last val", "step")
+EXPENDABLE = ("epoch", "bits/byte", "size", "loss", "age", "last val", "step")
 Row = Mapping[str, str]  # title -> cell
 
 
@@ -41,7 +41,7 @@ def _row(name: str, head: files.Head | None, size: int, evaluations: Evaluations
         # A checkpoint is captured before the evaluation of its step. So its head has the scores of an earlier step,
         # which are shown only if its own step was not evaluated.
         values = vars(head) | evaluations.get(head.origin, {}).get(head.step, {})
-    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f", "core": ".4f"}
+    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
     numbers = ["-" if values.get(key) is None else format(values[key], form) for key, form in forms.items()]
     age = duration_text(max(0.0, time.time() - head.saved_at)) if head else "-"
     return dict(zip(TITLES, (printable(name), *numbers, bytes_text(size), age), strict=False))

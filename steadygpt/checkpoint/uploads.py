@@ -13,11 +13,12 @@ from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import LONGEST_PAUSE_S, brief
 from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan, too_old
-from steadygpt.checkpoint.mirror import Entry, Mirror
+from steadygpt.checkpoint.mirror import MIRROR_KEEP, Entry, Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import compute_alone
 
+MIRROR_MINUTES = 10.0  # between uploads of timed saves
 GIVE_UP_S = 600.0  # without progress; after this time, a run no longer waits for an upload
 
 
@@ -129,10 +130,10 @@ class Uploads:
         files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
         newer = [file for file in files if file.order > complete.get(file.path.name, (0.0, -1))]
         orders = complete | {file.path.name: file.order for file in newer}
-        dropped = too_old(orders, self.config.mirror_keep, self.config.keep_epochs)
+        dropped = too_old(orders, MIRROR_KEEP, self.config.keep_epochs)
         missing = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
-        # Timed saves belong to no tier, so latest.pt is their only name. They are uploaded every mirror_minutes.
-        takes_timed_saves = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * self.config.mirror_minutes
+        # Timed saves belong to no tier, so latest.pt is their only name. They are uploaded every MIRROR_MINUTES.
+        takes_timed_saves = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * MIRROR_MINUTES
         for _, group in groupby(missing, lambda file: file.order):
             save = list(group)
             is_timed = [file.path.name for file in save] == [LATEST]

@@ -4,7 +4,6 @@ import csv
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -66,14 +65,6 @@ class Task(NamedTuple):
         # The example itself is left out, so the numbers from its own on are one higher.
         shots = (self.rows[n + (n >= number)] for n in picked)
         return "".join(f"{self.delimiter.join(row.answers[row.label])}\n\n" for row in shots)
-
-    @property
-    def num_characters(self) -> int:
-        """About the number of characters of all examples, each with the shots before it."""
-        size = 0
-        for row in self.rows:
-            size += sum(map(len, {*chain(*row.answers)}))
-        return (self.shots + 1) * size
 
 
 class Listed(NamedTuple):
@@ -138,7 +129,7 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
         if len(rows) <= shots:
             raise UserError(
                 f"{file}: {len(rows)} examples are read; expected more than the {shots} before each one, from the "
-                "file and by --limit, or --core_examples of train.py"
+                "file and by --limit"
             )
         tasks.append(Task(label, kind, rows, chance, shots, delimiter))
     return tasks

@@ -371,7 +371,7 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
         ranks.on_main(lambda: load_tokenizer(record))  # a download of rank 0 is in the cache of the other ranks
         return ranks.on_each(lambda: load_tokenizer(record))
     except UserError as error:
-        warn(f"no samples, HellaSwag, CORE or bits per byte in this run: {error}")
+        warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None
 
 

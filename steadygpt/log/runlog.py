@@ -32,6 +32,7 @@ from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
+LOAD_INTERVAL_S = 10.0  # between measurements of the machine's load
 MAX_WARNINGS = 5  # the last ones are in status.json
 STEP_FORMS = {
     "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
@@ -81,8 +82,7 @@ class RunLog:
             self.sinks["TensorBoard"] = TensorBoard(config, first_step)
         if config.alert_url:
             self.sinks["alerts"] = Alerts(config.alert_url, config.name, self.warn)
-        if config.system_metrics_s:
-            self.sinks["system"] = SystemMetrics(config.system_metrics_s, self.ranks.device, self.load, self.warn)
+        self.sinks["system"] = SystemMetrics(LOAD_INTERVAL_S, self.ranks.device, self.load, self.warn)
 
     def step(
         self,

@@ -24,7 +24,7 @@ COLOURS = {"running": "green", "finished": "green", "stopped": "yellow"}
 CURVES = {"loss": ("loss", "cyan"), "val_loss": ("validation loss", "magenta")}  # title and colour
 FACTS: list[dict[str, str]] = [  # learning; speed; time, money and machine; safety and memory
     {"loss": "{loss:.4f}", "val loss": "{val_loss:.4f}", "best": "{best_val_loss:.4f}", "bits/byte": "{val_bpb:.4f}",
-     "HellaSwag": "{hellaswag_acc_norm:.1%}", "CORE": "{core:.4f}", "grad norm": "{grad_norm:.2f}"},
+     "HellaSwag": "{hellaswag_acc_norm:.1%}", "grad norm": "{grad_norm:.2f}"},
     {"tokens/s": "{tokens_per_second:,.0f}", "step": "{step_ms:,.0f} ms", "MFU": "{mfu:.1%}", "tokens": "{tokens}",
      "lr": "{lr:.2e}", "epoch": "{epoch:.2f}"},
     {"elapsed": "{elapsed}", "cost": "{cost:,.2f}", "cost left": "{cost_to_go:,.2f}", "CPU": "{cpu_percent:.0f}%",

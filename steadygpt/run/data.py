@@ -74,7 +74,7 @@ def find_data(
                 f"{folder}: no such folder, but the checkpoint was trained on its shards; put them back, or give their "
                 f"new place with {option}"
             )
-    is_new_plan = config.dry_run == "plan" and not config.resume
+    is_new_plan = config.dry_run and not config.resume
     if is_new_plan:
         folders = [Path(folder) for folder, _ in places.values()]
         if not any(read_manifest(folder) or shard_files(folder, "train") for folder in folders):
@@ -83,12 +83,7 @@ def find_data(
                 name = "gpt2"
             record = TokenizerRecord(name) if name.startswith("bpe:") else record_named(name)
             return Data((), (), record, vocab_size_of(record))
-    try:
-        train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
-    except UserError as error:
-        if config.dry_run == "measure" and not config.resume:
-            raise UserError(f"{error}. --dry_run without measure plans without data") from error
-        raise
+    train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     val_sets = []
     if config.eval_freq:
         val_sets = find_val_sets(config, train_sets, first_set, fingerprint)

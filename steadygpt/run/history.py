@@ -224,7 +224,7 @@ def _open_on_main(config: TrainConfig, set_by: Mapping[str, str], stack: ExitSta
         files.check_folder(folder, resumed_folder / files.LATEST if which else None)
     if not which:
         history = _new_history(config, set_by)
-        if config.dry_run != "off" and files.checkpoint_files(folder):  # a plan is allowed there, training is not
+        if config.dry_run and files.checkpoint_files(folder):  # a plan is allowed there, training is not
             note = f"{folder} already holds checkpoints; to train, use another --checkpoint_dir or --resume latest"
             history = replace(history, notes=(labelled("folder", note),))
         return history

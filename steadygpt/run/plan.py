@@ -20,7 +20,6 @@ from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, config_of
 from steadygpt.config import FINEWEB_EDU_TOKENS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
-from steadygpt.data.tasks import load_core
 from steadygpt.data.tokenizer import check_recorded
 from steadygpt.log.metrics import read_status
 from steadygpt.machine.attention import kernel_name
@@ -41,12 +40,11 @@ from steadygpt.run.launches import epochs_of_sources, mixture_text, new_launch, 
 from steadygpt.run.memory import checkpoint_bytes, estimate_memory, with_fitting_rows
 from steadygpt.run.schedule import Schedule, with_steps
 
-SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
+SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed
 ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known
 WORTH_A_GPU_S = 60  # on the assumed GPU; its time says nothing about a shorter run, which is meant for this device
 SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
 HELLASWAG_TOKENS = 1_600_000  # with GPT-2's tokenizer
-CHARACTERS_PER_TOKEN = 4  # roughly, in English
 TOKENS_PER_PARAMETER = 20
 MUCH = 0.1  # share of the training time
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
@@ -273,8 +271,6 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         check_recorded(data.tokenizer_record, Path(data.folder))
     if config.tokenizer == "auto" and not before:
         notes.append(note_of_vocabulary(data))
-    if config.core_freq:
-        load_core(config.core_dir, config.core_examples or None)  # to report a mistake in it before anything is written
 
     # What the machine decides: threads, precision and the rows of a micro-step.
     if config.deterministic and before and ranks.device.type == "cpu":
@@ -403,7 +399,7 @@ def validation_rows(config: TrainConfig, val: RowStream, sets: int = 1) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the time and the cost, from measured steps or from the GPU's peak throughput
+# the time and the cost, from the GPU's peak throughput
 
 
 def work_per_token(config: TrainConfig, model: GPT) -> tuple[float, float]:
@@ -428,19 +424,11 @@ def evaluated_tokens(plan: Plan) -> int:
         tokens += plan.val_rows() * config.context_length * math.ceil(steps / config.eval_freq)
     if config.hellaswag_freq:
         tokens += HELLASWAG_TOKENS * math.ceil(steps / config.hellaswag_freq)
-    if config.core_freq:
-        tasks = load_core(config.core_dir, config.core_examples or None)
-        characters = sum(task.num_characters for task in tasks)
-        tokens += characters // CHARACTERS_PER_TOKEN * math.ceil(steps / config.core_freq)
     return tokens
 
 
-def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
-    """Return lines for the plan: the time that is left, with the assumptions behind it, and its cost.
-
-    Args:
-        step_s: the measured seconds of a step; None if no step was measured.
-    """
+def forecast(plan: Plan) -> list[str]:
+    """Return lines for the plan: the time that is left, with the assumptions behind it, and its cost."""
     config = plan.config
     steps = config.max_steps - plan.history.step
     tokens = steps * config.total_batch_size
@@ -448,28 +436,23 @@ def forecast(plan: Plan, step_s: float | None = None) -> list[str]:
     evaluation = evaluated_tokens(plan) * in_evaluation / (in_training * max(1, tokens))  # as a share of training
     work = f"{counted(steps, 'step')}, plus {evaluation:.1%} for evaluation"
     count = plan.ranks.world_size
-    if step_s is not None:
-        speed = config.total_batch_size / step_s
-        seconds = tokens / speed * (1 + evaluation)
-        time = f"{duration_text(seconds)}: {work}, at {speed:,.0f} tokens/s, measured here"
-    else:
-        gpu = device_name(plan.ranks.device)
-        precision = config.precision
-        where = ""
-        if gpu not in PEAK_FLOPS:
-            requested = plan.history.config.precision
-            precision = "bf16" if requested == "auto" else requested
-            count = 1
-            gpu = ASSUMED_GPU
-            where = "unknown here; "
-        peak = count * PEAK_FLOPS[gpu]
-        if precision == "fp32":
-            peak /= 2  # as TF32 (set_up)
-        seconds = tokens * in_training / (SHARE_OF_PEAK * peak) * (1 + evaluation)
-        if where and seconds < WORTH_A_GPU_S:
-            return [labelled("time", f"unknown here: {work}; run --dry_run measure")]
-        where += f"on {count} x {gpu} {duration_text(seconds)}"
-        time = f"{where}, at {SHARE_OF_PEAK:.0%} of the peak in {precision}: {work}; run --dry_run measure"
+    gpu = device_name(plan.ranks.device)
+    precision = config.precision
+    where = ""
+    if gpu not in PEAK_FLOPS:
+        requested = plan.history.config.precision
+        precision = "bf16" if requested == "auto" else requested
+        count = 1
+        gpu = ASSUMED_GPU
+        where = "unknown here; "
+    peak = count * PEAK_FLOPS[gpu]
+    if precision == "fp32":
+        peak /= 2  # as TF32 (set_up)
+    seconds = tokens * in_training / (SHARE_OF_PEAK * peak) * (1 + evaluation)
+    if where and seconds < WORTH_A_GPU_S:
+        return [labelled("time", f"unknown here: {work}")]
+    where += f"on {count} x {gpu} {duration_text(seconds)}"
+    time = f"{where}, at {SHARE_OF_PEAK:.0%} of the peak in {precision}: {work}"
     lines = [labelled("time", time)]
     price = config.gpu_hour_cost
     if price:

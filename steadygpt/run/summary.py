@@ -53,9 +53,6 @@ def summarize(results: Results, saves: Saves, parameters: int, status: str, reas
             set_losses.append(f"{name.removeprefix('val_loss/')} {loss:.4f}")
     if set_losses:
         lines["validation"] = ", ".join(set_losses)
-    core = [scores["core"] for scores in saves.writer.evaluations_of_run().values() if "core" in scores]
-    if core:
-        lines["CORE"] = f"{core[-1]:.4f}"
 
     lines["memory"] = f"peak {bytes_text(peak_memory_bytes(results.ranks.device))} on rank 0{since}"
     if results.ranks.device.type != "cuda":

@@ -126,10 +126,10 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt", val_loss=3.0)
     os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
-    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"core": -0.25}}
+    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}}
     (tmp_path / "evaluations.json").write_text(json.dumps({"0" * 16: evaluations, "1" * 16: {"10": {"val_loss": 9.0}}}))
     head, *lines, last = checkpoint_table(tmp_path)
-    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "CORE", "size", "age", "state"]
+    assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == [
         "latest.pt", "epoch_00004.pt", "best_model.pt", "latest_backup.pt",
@@ -209,7 +209,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
-    assert "system_metrics_s 10.0, sharding ddp, " in text and "tokenizer_json" not in text
+    assert "gpu_hour_cost 0.0, sharding ddp, " in text and "tokenizer_json" not in text
     assert re.search(r"digest \d+ last launch id 0000", text)
     assert (weights, optimizer) == ("          1 x weight (1000,)", "  optimizer  exp_avg")
 
@@ -228,7 +228,7 @@ def listed_folder(tmp_path_factory) -> Path:
     write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3, digests={"weight": 7})
     write_checkpoint(folder, 123_457, "latest.pt")
     damage(folder / "latest.pt", "truncated")
-    scores = {"val_loss": 3.5, "val_bpb": 1.25, "core": -0.125}
+    scores = {"val_loss": 3.5, "val_bpb": 1.25}
     (folder / "evaluations.json").write_text(json.dumps({"0" * 16: {"123456": scores}}))
     return folder
 

@@ -21,7 +21,7 @@ from test_files import damage, write_checkpoint
 import train
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
-from steadygpt.checkpoint import uploads
+from steadygpt.checkpoint import mirror, uploads
 from steadygpt.checkpoint.files import ROLLING, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
 from steadygpt.checkpoint.saves import CheckpointWriter, Saves
@@ -36,7 +36,8 @@ storm = pytest.mark.storm
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Retry almost at once, and only in our code."""
+    """Upload each timed save; retry almost at once, and only in our code."""
+    monkeypatch.setattr(uploads, "MIRROR_MINUTES", 0.0)
     monkeypatch.setattr("steadygpt.base.retry.sleep", lambda seconds: time.sleep(min(seconds, 0.05)))
     monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
@@ -50,7 +51,7 @@ class Saver:
 
     def __init__(self, folder: Path, url: str, run="a" * 16, **options):
         self.folder, self.mirror = folder, Mirror(url, run, f"name of {run}")
-        own = {"mirror_minutes": 0.0, "keep_checkpoints": 4, "checkpoint_dir": str(folder), "run_name": run}
+        own = {"keep_checkpoints": 4, "checkpoint_dir": str(folder), "run_name": run}
         self.config = TrainConfig(**own | options)
         self.log = Mock()
         folder.mkdir(exist_ok=True)
@@ -98,6 +99,12 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
+def keep_in_mirror(count: int, monkeypatch) -> None:
+    """Keep so many rolling checkpoints in mirrors."""
+    monkeypatch.setattr(mirror, "MIRROR_KEEP", count)
+    monkeypatch.setattr(uploads, "MIRROR_KEEP", count)
+
+
 def files(folder: Path, pattern: str = "step_*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
@@ -116,8 +123,9 @@ def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver_in, tmp_path):
     assert len(files(tmp_path / "there")) == 2
 
 
-def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(saver_in, tmp_path):
-    saver = saver_in(mirror_keep=2, keep_epochs=1)
+def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(saver_in, tmp_path, monkeypatch):
+    keep_in_mirror(2, monkeypatch)
+    saver = saver_in(keep_epochs=1)
     for step in range(1, 6):
         saver.save(step, ROLLING.format(step), f"epoch_{step:05d}.pt")
         saver.uploaded()
@@ -126,8 +134,9 @@ def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(sa
     assert [name[:11] for name in files(tmp_path / "there")] == ["step_000004", "step_000005", "step_000006"]
 
 
-def test_saves_by_the_clock_are_uploaded_at_most_every_mirror_minutes(saver_in):
-    saver = saver_in(mirror_minutes=10)
+def test_saves_by_the_clock_are_uploaded_at_most_every_ten_minutes(saver_in, monkeypatch):
+    monkeypatch.setattr(uploads, "MIRROR_MINUTES", 10.0)
+    saver = saver_in()
     for step in (1, 2):
         saver.save(step)
         assert saver.uploaded() == {"latest.pt": 1}
@@ -168,11 +177,12 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
     assert f"{corrupt}: corrupt" in reports[3]
 
 
-def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(saver_in, tmp_path):
+def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(saver_in, tmp_path, monkeypatch):
+    keep_in_mirror(3, monkeypatch)
     (tmp_path / "here").mkdir()
     for step in range(1, 5):
         write_checkpoint(tmp_path / "here", step, ROLLING.format(step))  # later ones have older dates
-    saver = saver_in(mirror_keep=3)
+    saver = saver_in()
     saver.writer.uploads.start()
     assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3} | rolling(4, 3, 2)
     assert files(tmp_path / "there")[-1] == "step_000004-1000000004.000000.pt"

@@ -216,6 +216,11 @@ def flip_bit(step: int, which_rank: int, name: str, kind: str, rank: int) -> Non
     train.train_step = flipping
 
 
+def check_replicas_every(steps: int, rank: int) -> None:
+    """Compare the weights of the ranks every so many steps."""
+    train.CHECK_STEPS = steps
+
+
 def flip_gradient(which_rank: int, times: set[int] | None, rank: int) -> None:
     """Flip a bit in backward passes of one rank, where they leave the head: the `times`, from 0 on; None: always."""
     build_model, numbers = train.build_model, itertools.count()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import run_here, scalars
 
-from steadygpt.log import system
+from steadygpt.log import runlog, system
 from steadygpt.log.metrics import read_status
 from steadygpt.log.system import SystemMetrics
 from steadygpt.machine import host
@@ -154,8 +154,9 @@ def test_close_waits_neither_for_the_interval_nor_for_a_driver_that_hangs(run, m
     recovers.set()
 
 
-def test_load_of_the_machine_is_recorded_beside_the_step(workdir):
-    run_here("--system_metrics_s", "0.01", "--max_steps", "20", "--use_tensorboard")
+def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
+    monkeypatch.setattr(runlog, "LOAD_INTERVAL_S", 0.01)
+    run_here("--max_steps", "20", "--use_tensorboard")
     records = [json.loads(line) for line in (workdir / "checkpoints/metrics.jsonl").read_text().splitlines()]
     loads = [record for record in records if "cpu_percent" in record]
     assert loads and all(0 <= record["step"] <= 20 and "loss" not in record for record in loads)

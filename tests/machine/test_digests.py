@@ -11,7 +11,7 @@ from conftest import FSDP, MODERN, folders, load, run_here
 from harness import Run, assert_equals_reference, run_to_end
 from hypothesis import given
 from hypothesis import strategies as st
-from injected import flip_bit
+from injected import check_replicas_every, flip_bit
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files
@@ -21,7 +21,7 @@ from steadygpt.machine.digests import check_digests, combined, digest, in_minori
 from steadygpt.run import capture
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50)
-FLAGS = tuple("--check_steps 2 --total_batch_size 256 --max_steps 12 --checkpoint_freq 5 --steps_per_epoch 99".split())
+FLAGS = tuple("--total_batch_size 256 --max_steps 12 --checkpoint_freq 5 --steps_per_epoch 99".split())
 
 
 def numbers(bits: list[int]) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_the_replicas_that_are_not_as_most_are_named(of_replicas, odd):
 def test_a_flipped_bit_of_a_replica_is_named_and_not_saved(workdir, ranks, where, named, recipe):
     """The checks are before steps 6 and 8, and the bit flips after step 7."""
     flags = (*FLAGS, *recipe, "--total_batch_size", str(64 * ranks), *folders("run"))
-    run = Run(*flags, ranks=ranks, faults=[partial(flip_bit, 7, *where)])
+    run = Run(*flags, ranks=ranks, faults=[partial(check_replicas_every, 2), partial(flip_bit, 7, *where)])
     assert set(run.wait()) == {1}, run.text()
     assert f"\nwarning: step 8: {named} not as on other ranks; a memory" in run.text()
     assert "Traceback" not in run.text()

@@ -104,7 +104,7 @@ def test_rows_cannot_change_in_a_deterministic_run():
 
 
 def test_launch_options_are_not_taken_from_the_checkpoint():
-    launch = TrainConfig(config="quickstart", dry_run="plan", checkpoint_dir="there", resume="best", run_name="a")
+    launch = TrainConfig(config="quickstart", dry_run=True, checkpoint_dir="there", resume="best", run_name="a")
     assert resume_options(start(launch), TrainConfig(), {}) == (TrainConfig(), {}, [])
 
 
