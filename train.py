@@ -27,7 +27,6 @@ from hellaswag_eval import Suite, load_suites
 from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import run_cli
-from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.files import TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy
@@ -53,8 +52,6 @@ from steadygpt.run.plan import Plan, forecast, set_up, settle
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Results, StepResult
 from steadygpt.run.summary import summarize
-
-EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run
@@ -302,11 +299,7 @@ def run_to_end(run: Run) -> int:
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
-    only_others_stop = status == "stopped" and run.guard.stop.only_other_machines_stop()
     saves.finish_uploads()
-    if only_others_stop:  # else torchrun, and a loop around it, would take the run for finished here
-        say(f"{reason} came to another machine; exit status {EXIT_RESTART}, so that torchrun starts this one again")
-        return EXIT_RESTART
     return 1 if status == "failed" else 0
 
 
