@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from hellaswag_eval import Suite, load_suites
 from model import GPT, GPTConfig
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import run_cli
-from steadygpt.base.progress import say
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.files import TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy
@@ -46,15 +45,13 @@ from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchru
 from steadygpt.run.capture import Capture, restore
 from steadygpt.run.history import open_data, open_history
 from steadygpt.run.launches import phase_of
+from steadygpt.run.measure import seconds_per_step
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs
 from steadygpt.run.plan import Plan, forecast, set_up, settle
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.results import Diverged, Results, StepResult
 from steadygpt.run.summary import summarize
-
-CHECK_STEPS = 100  # between comparisons of the ranks' weights; each save compares them too
-EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a run
@@ -142,7 +139,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
         ranks.on_main(lambda: log.say("\n".join(plan.lines())))
     tokenizer = None
     suites: list[tuple[int, Suite]] = []
-    needs_tokenizer = config.sample_freq or config.hellaswag_freq or data.val_sets
+    needs_tokenizer = config.sample_freq or config.hellaswag_freq or config.core_freq or data.val_sets
     if needs_tokenizer and (plan.writes or config.eval_only):
         tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
     if tokenizer:
@@ -235,7 +232,7 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
             tiers = run.plan.schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
             if saves.poll(state.step, is_special=is_last or bool(tiers)):
                 save(run)
-            elif has_replicas and state.step % CHECK_STEPS == 0:
+            elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
                 run.capture.check_replicas()
             if run.evaluation.run(state, is_last, lambda: save(run)):
                 results.restart_clock()
@@ -302,11 +299,7 @@ def run_to_end(run: Run) -> int:
         end, *summary = summarize(run.results, saves, run.model.num_parameters(), status, reason)
         log.status(status, reason, summary, step=run.state.step)
         log.say("\n".join([end, *summary]))
-    only_others_stop = status == "stopped" and run.guard.stop.only_other_machines_stop()
     saves.finish_uploads()
-    if only_others_stop:  # else torchrun, and a loop around it, would take the run for finished here
-        say(f"{reason} came to another machine; exit status {EXIT_RESTART}, so that torchrun starts this one again")
-        return EXIT_RESTART
     return 1 if status == "failed" else 0
 
 
@@ -323,16 +316,30 @@ def save(run: Run) -> None:
 # main
 
 
+def measure(run: Run) -> float:
+    """Return the seconds per step, measured on steps with few micro-steps."""
+    run.log.say("timing some steps ...")
+    with closing(run.training_batches()) as batches:
+
+        def take_step(config: TrainConfig) -> None:
+            guard = replace(run.guard, config=config)
+            train_step(replace(run, plan=replace(run.plan, config=config), guard=guard), batches)
+
+        return seconds_per_step(run.config, run.ranks, take_step)
+
+
 def carry_out(plan: Plan, stack: ExitStack) -> int:
-    """Train, or with --dry_run or --eval_only print the plan or evaluate; return the exit status."""
+    """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
     config = plan.config
     history = plan.history
     log = RunLog(config, plan.ranks)
     if plan.is_finished and not config.eval_only:
         ended = f"this run is finished, at step {history.step:,}"
         log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
-    elif config.dry_run:
+    elif config.dry_run == "plan":
         plan.ranks.on_main(lambda: log.say("\n".join([*plan.lines(), *forecast(plan)])))
+    elif config.dry_run == "measure":
+        log.say("\n".join(forecast(plan, measure(build(plan, log, stack)))))
     elif config.eval_only:
         log.say(f"{history.path or config.init_from} at step {history.step:,}:")
         run = build(plan, log, stack)
@@ -356,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
                 return carry_out(plan, stack)
-            except Stopped as stopped:  # --eval_only: run_to_end() handles it in training
+            except Stopped as stopped:  # --dry_run measure or --eval_only: run_to_end() handles it in training
                 return 128 + signal.Signals[stopped.reason]
 
 

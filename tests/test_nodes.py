@@ -7,13 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import start_node as start_node_script
 import torch
 from conftest import REPO, TINY, environment, folders, in_ranks, load, metrics, run_here, write_data
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
@@ -26,7 +24,7 @@ from steadygpt.config import parse_args
 from steadygpt.data.shards import check_listing
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.data.tokenizer_json import to_json
-from steadygpt.machine.ranks import StopSignal, joined
+from steadygpt.machine.ranks import joined
 from steadygpt.run.data import find_data
 from steadygpt.run.history import check_other_machines, open_history
 
@@ -122,8 +120,7 @@ def test_all_nodes_end_with_the_host_of_the_rendezvous_and_the_same_commands_res
     host, other = start_two(start_node, "2", *LONG_STEPS)
     host.kill()
     assert other.wait(60) == [1]
-    [trace] = Path("run").glob("torchrun-*.log")
-    assert "RendezvousConnectionError" in trace.read_text()
+    assert "RendezvousConnectionError" in other.text()
     assert not other.group()
     both = [start_node(address, "2", *LONG_STEPS) for address in ("127.0.0.1", "127.0.0.2")]
     assert "resumed      from" in both[0].wait_for("^finished after 150 steps")
@@ -208,22 +205,6 @@ def resume_the_folder() -> None:
 
 def test_a_folder_that_only_node_0_has_is_no_other_option(nodes):
     in_ranks(2, resume_the_folder)
-
-
-def ask_on_node_0(reason: str, is_notice: bool) -> None:
-    os.environ["GROUP_RANK"] = os.environ["RANK"]
-    with joined("cpu") as ranks:
-        stop = StopSignal(ranks, 0)
-        if ranks.is_main:
-            stop.ask(reason)
-        assert stop.only_other_machines_stop() == (is_notice and not ranks.is_main)
-
-
-@pytest.mark.parametrize(
-    ("reason", "is_notice"), [("SIGTERM", True), ("SIGUSR1", True), ("SIGINT", False), ("max_hours", False)]
-)
-def test_a_notice_to_one_node_is_not_for_the_others(reason, is_notice):
-    in_ranks(2, ask_on_node_0, reason, is_notice)
 
 
 def share_a_folder() -> None:
@@ -337,29 +318,6 @@ def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0] == "srun node7 2 --kill-on-bad-exit=1 scripts/multinode.sh --seed 7"
     assert calls[1:] == ["scancel --signal=USR1 42"] * at_limit + ["scontrol requeue 42"] * requeued
-
-
-@pytest.mark.parametrize(("make", "is_own"), [
-    (lambda folder: None, True),
-    (lambda folder: folder.mkdir(mode=0o700), True),
-    (lambda folder: folder.mkdir(mode=0o777) or folder.chmod(0o777), False),
-    (lambda folder: folder.write_text(""), False),
-    (lambda folder: folder.symlink_to(folder.parent), False),
-    (lambda folder: folder.mkdir(mode=0o700) or os.chown(folder, 12345, -1), False),
-], ids=["missing", "own", "open to others", "file", "link", "another user's"])  # fmt: skip
-def test_only_a_folder_of_the_user_has_the_locks_of_agents(tmp_path, monkeypatch, make, is_own):
-    """Any other user could hold a lock in a folder that is open to all."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"steadygpt-{os.getuid()}"
-    try:
-        make(folder)
-    except PermissionError:
-        pytest.skip("only the superuser can give a folder away")
-    if is_own:
-        assert start_node_script.own_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
-    else:
-        with pytest.raises(UserError, match=r"expected a folder of your own .*; remove it, or set TMPDIR"):
-            start_node_script.own_folder()
 
 
 def test_the_scripts_name_a_missing_variable():

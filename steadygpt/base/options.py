@@ -25,7 +25,6 @@ from steadygpt.base.text import printable
 
 Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
-REFUSED = "STEADYGPT_REFUSED"  # names a file whose existence tells scripts/start_node.py of a UserError
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 NO_THREAD = "can't start new thread|Resource temporarily unavailable"
 PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # in a URL after ://, where a server and a port may stand instead
@@ -260,9 +259,6 @@ def run_cli(main: Callable[[], int | None]) -> None:
             print(f"error: {without_secrets(printable(str(error)))}", file=sys.stderr)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
-        refused = os.environ.get(REFUSED)
-        if refused:
-            Path(refused).touch()
     except LostRankError as error:
         status = 1
         print(f"error: {printable(str(error))}", file=sys.stderr)

@@ -165,7 +165,6 @@ class StopSignal:
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours", "saves failed")
-    NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # sent before a machine is taken away
     FEW = 16  # ranks
 
     def __init__(
@@ -215,21 +214,6 @@ class StopSignal:
         self.saves_asked = number
         if self.ranks.world_size == 1:
             self.saves_agreed = number
-
-    def only_other_machines_stop(self) -> bool:
-        """Return whether only other machines were told to end, such as by a spot notice. Every rank must call it.
-
-        Ctrl-C, a closed terminal and the ranks' own reasons stop all machines.
-        """
-        this_machine = os.environ.get("GROUP_RANK", "0")  # torchrun's number of this machine
-        was_asked = False
-        for machine, number in self.ranks.gather((this_machine, self.asked)):
-            if not number:
-                continue
-            was_asked = True
-            if machine == this_machine or self.REASONS[number] not in self.NOTICES:
-                return False
-        return was_asked
 
     def take_interrupt(self) -> bool:
         """Forget the last signal, and return whether it was Ctrl-C or SIGTERM: a scheduler may repeat its SIGUSR1."""

@@ -35,7 +35,6 @@ OURS = r"""
     steadygpt/base/options.py: os.open(os.devnull, os.O_WRONLY)
     steadygpt/base/options.py: open(os.devnull, 'w')
     steadygpt/run/history.py: mark.touch()    # a name that was just drawn
-    steadygpt/base/options.py: Path(refused).touch()    # named by start_node.py
     steadygpt/base/durable.py: os.open(folder, os.O_RDONLY)    # to fsync a folder
 
     generate.py: Path(path).read_bytes()    # a prompt, named by the user, who may name a pipe
