@@ -40,8 +40,7 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.machine import parallel
 from steadygpt.machine.device import profiled
-from steadygpt.machine.digests import Corrupted
-from steadygpt.machine.gradient_sum import GradientSum
+from steadygpt.machine.parallel import Corrupted
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined, lost_rank
 from steadygpt.run.capture import Capture, restore
 from steadygpt.run.history import open_data, open_history
@@ -125,7 +124,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
     ranks = plan.ranks
     device = plan.ranks.device
     launch = plan.launches[-1]
-    set_up(config, device, launch["threads"])
+    set_up(config, device)
     ranks.on_main(lambda: check_start(plan))  # before any file is written
     max_hours = config.max_hours if plan.writes else 0
     stop = StopSignal(ranks, max_hours, log.beat, config.grad_accum_steps(ranks.world_size))
@@ -155,10 +154,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
     forward: nn.Module = model
     if config.compiles(device.type):
         forward = model.compiled()
-    gradient_sum = None
-    if config.deterministic:
-        gradient_sum = GradientSum(list(model.parameters()), ranks)
-    elif ranks.world_size > 1 and not config.is_fsdp:
+    if ranks.world_size > 1 and not config.is_fsdp:
         forward = parallel.replicate(forward, ranks)
     streams = {}
     for source in data.sources:
@@ -172,7 +168,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
         forward=forward,
         optimizer=optimizer,
         state=state,
-        guard=Guard(config, ranks, model, forward, optimizer, scaler, gradient_sum, stop, state),
+        guard=Guard(config, ranks, model, forward, optimizer, scaler, stop, state),
         evaluation=Evaluation(
             plan=plan, model=model, forward=forward, tokenizer=tokenizer, suites=suites, stop=stop, log=log, saves=saves
         ),
@@ -182,7 +178,6 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
             optimizer=optimizer,
             scaler=scaler,
             state=state,
-            results=results,
             host_copy=HostCopy(ranks),
         ),
         saves=saves,
@@ -225,7 +220,8 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
     state = run.state
     saves = run.saves
     results = run.results
-    has_replicas = run.ranks.world_size > run.config.shards(run.ranks.world_size)
+    micro_batch = (run.config.mini_batch_size, run.config.context_length)
+    parallel.settle_buckets(run.forward, run.ranks.device, micro_batch, run.autocast())
     results.restart_clock()
     with closing(run.training_batches()) as batches:
         while True:
@@ -235,8 +231,6 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
             tiers = run.plan.schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
             if saves.poll(state.step, is_special=is_last or bool(tiers)):
                 save(run)
-            elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
-                run.capture.check_replicas()
             if run.evaluation.run(state, is_last, lambda: save(run)):
                 results.restart_clock()
             if is_last:

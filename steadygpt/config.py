@@ -29,7 +29,6 @@ VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_NAME = 200  # characters
-MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
 # Options by their group in --help.
 _shape = partial(option, group="model", on_resume="never")
@@ -137,7 +136,7 @@ class TrainConfig(GPTConfig):
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "use torch.compile; auto: on CUDA only",
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
-    deterministic: bool = _run(False, "repeat the same bits, on up to 8 processes; slower", on_resume="never")
+    deterministic: bool = _run(False, "deterministic kernels: a GPU repeats the same bits; slower")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
     dry_run: str = _run("off", "print the plan and exit; measure: time some micro-steps too", bare="plan",
                         choices=("off", "plan", "measure"), spellings={"True": "plan"}, on_resume="launch")
@@ -179,7 +178,6 @@ class TrainConfig(GPTConfig):
     max_hours: float = _optim(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
-    check_steps: int = _saves(100, "steps between comparisons of the ranks' weights")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
     checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if saves are slow; 0 = off")
     keep_checkpoints: int = _saves(10, "newest rolling checkpoints to keep", at_least=1)
@@ -252,8 +250,6 @@ class TrainConfig(GPTConfig):
             ),
             (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
             (self.shard_size and not self.is_fsdp, "--shard_size needs --sharding fsdp"),
-            # FSDP sums gradients in an order of its own.
-            (self.deterministic and self.is_fsdp, "--deterministic needs --sharding ddp"),
         ):
             if is_wrong:
                 raise UserError(problem)
@@ -294,12 +290,9 @@ class TrainConfig(GPTConfig):
     def is_fsdp(self) -> bool:
         return {"ddp": False, "fsdp": True}[self.sharding]
 
-    def repeats_bits(self, device_type: str, world_size: int) -> bool:
-        """Return whether a launch on as many processes computes the same bits again.
-
-        In its first step, DDP sums gradients in other buckets than later, and the sum of three numbers has an order.
-        """
-        return self.deterministic or (device_type == "cpu" and (world_size <= 2 or self.is_fsdp))
+    def repeats_bits(self, device_type: str) -> bool:
+        """Return whether a launch on as many processes computes the same bits again."""
+        return self.deterministic or device_type == "cpu"
 
     def shards(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the weights and the optimizer state."""
@@ -362,10 +355,6 @@ class TrainConfig(GPTConfig):
         """Return the configuration with steps of so many micro-steps."""
         tokens = self.mini_batch_size * self.context_length * world_size
         return dataclasses.replace(self, total_batch_size=count * tokens)
-
-    def virtual_ranks(self) -> int:
-        """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""
-        return math.gcd(self.rows_per_step // self.mini_batch_size, MAX_VIRTUAL_RANKS)
 
 
 FIELDS = options_of(TrainConfig)

@@ -208,7 +208,7 @@ def test_a_flipped_bit_in_a_checkpoint_changes_the_steps_after_it(replayed):
     checkpoint = load(path)
     checkpoint["model"]["h.1.mlp.c_fc.weight"].view(torch.int32)[3, 7] ^= 1 << 22
     path.unlink()  # other names keep their content
-    torch.save(checkpoint | {"digests": {}}, path)  # with a valid checksum
+    torch.save(checkpoint, path)  # with a valid checksum
     status, lines = replayed("--step", "7")
     assert status == 1
     assert lines[1].startswith("steps 6 to 7: repeated step 6 has loss ")
