@@ -123,15 +123,15 @@ def test_kill_at_random_instants(sources, least, where, start, parts, record_pro
     assert phase_of(load("run0/latest.pt")["launches"]).number == len(parts) - 1
 
 
-THREE = run_on(3, "--total_batch_size", "192")
+THREE = (3, "--total_batch_size", "192")  # processes, and a batch that they divide
 
 
 @pytest.mark.storm
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [
-    case(15, "3 ranks", THREE),
+    case(15, "3 ranks", run_on(*THREE)),
     case(5, "4 ranks", run_on(4, *MODERN), id="4 ranks, modern"),
     case(5, "4 ranks", run_on(4, "--precision", "bf16"), id="4 ranks, bf16"),
-    case(5, "3 ranks", run_on(3, "--total_batch_size", "192", *FSDP), id="3 ranks, fsdp"),
+    case(5, "3 ranks", run_on(*THREE, *FSDP), id="3 ranks, fsdp"),
 ])  # fmt: skip
 def test_kill_of_more_than_two_ranks(sources, least, where, start, parts, record_property):
     """The sum of three gradients has an order, which is the same in each launch."""
@@ -141,8 +141,8 @@ def test_kill_of_more_than_two_ranks(sources, least, where, start, parts, record
 @pytest.mark.storm
 def test_killed_runs_of_three_ranks_are_replayed_while_the_mixture_changes_twice(sources, record_property, capsys):
     """All steps of a killed run from its first checkpoint on are replayed, start by start."""
-    start = partial(THREE, "--keep_checkpoints", "100")
-    kill_repeatedly(6, start, "3 ranks while the mixture changes twice", record_property, CHANGES_TWICE)
+    start = run_on(*THREE, "--keep_checkpoints", "100")
+    kill_repeatedly(3, start, "3 ranks while the mixture changes twice", record_property, CHANGES_TWICE)
     for _, records in segments(Path("run0", METRICS), 1, "loss"):
         if records:
             assert replay.main(["--steps", f"{records[0]['step']}:{records[-1]['step']}", "run0"]) == 0
