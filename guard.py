@@ -17,7 +17,6 @@ from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.machine import parallel
 from steadygpt.machine.device import seed
-from steadygpt.machine.gradient_sum import GradientSum
 from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks, StopSignal
 from steadygpt.run.results import StepResult, judge
@@ -36,7 +35,6 @@ class Guard:
     forward: nn.Module  # the same model after compile and DDP
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
-    gradient_sum: GradientSum | None  # with --deterministic
     stop: StopSignal
     state: TrainState
     # Of the loss of this step: the names of its terms, and their means on this rank, (terms,) of each micro-batch.
@@ -58,8 +56,6 @@ class Guard:
             seed(self.ranks.device, ((self.config.seed * 1_000_003 + self.state.step) * 65_537 + micro_batch) % 2**63)
             with parallel.gradient_sync(self.forward, last=micro_step == micro_steps - 1):
                 yield batches.next()
-            if self.gradient_sum:
-                self._end_virtual_rank(self.gradient_sum, micro_step + 1)
 
     def backward(self, terms: Mapping[str, Tensor]) -> None:
         """Add the gradients of the loss of a micro-batch, whose terms are (B * T,) each."""
@@ -67,10 +63,7 @@ class Guard:
         self.names = tuple(terms)
         self.means.append(means.detach())
         # DDP and FSDP average the gradients over the ranks.
-        micro_batches = self._micro_steps()
-        if self.gradient_sum:
-            micro_batches *= self.ranks.world_size
-        self.scaler.scale(means.sum() / micro_batches).backward()
+        self.scaler.scale(means.sum() / self._micro_steps()).backward()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to a norm, 0 for none, and return the norm before, a scalar of all ranks."""
@@ -119,13 +112,5 @@ class Guard:
         return self.config.grad_accum_steps(self.ranks.world_size)
 
     def _zero_gradients(self) -> None:
-        # Gradients that are views (of DDP's buckets or of GradientSum) are set to zero in place.
-        has_views = self.gradient_sum is not None or isinstance(self.forward, DistributedDataParallel)
-        self.optimizer.zero_grad(set_to_none=not has_views)
-
-    def _end_virtual_rank(self, gradient_sum: GradientSum, micro_steps: int) -> None:
-        """Sum the gradients of a virtual rank after its last one of so many micro-steps."""
-        virtual_ranks = self.config.virtual_ranks() // self.ranks.world_size
-        micro_steps_of_each = self._micro_steps() // virtual_ranks
-        if micro_steps % micro_steps_of_each == 0:
-            gradient_sum.end_virtual_rank(micro_steps // micro_steps_of_each - 1, virtual_ranks)
+        # Gradients that are views of DDP's buckets are set to zero in place.
+        self.optimizer.zero_grad(set_to_none=not isinstance(self.forward, DistributedDataParallel))

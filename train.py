@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,13 +39,11 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.machine import parallel
 from steadygpt.machine.device import profiled
-from steadygpt.machine.digests import Corrupted
-from steadygpt.machine.gradient_sum import GradientSum
+from steadygpt.machine.parallel import Corrupted
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, end_with_torchrun, joined, lost_rank
 from steadygpt.run.capture import Capture, restore
 from steadygpt.run.history import open_data, open_history
 from steadygpt.run.launches import phase_of
-from steadygpt.run.measure import seconds_per_step
 from steadygpt.run.memory import out_of_memory_explained
 from steadygpt.run.outputs import open_outputs
 from steadygpt.run.plan import Plan, forecast, set_up, settle
@@ -122,7 +120,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
     ranks = plan.ranks
     device = plan.ranks.device
     launch = plan.launches[-1]
-    set_up(config, device, launch["threads"])
+    set_up(config, device)
     ranks.on_main(lambda: check_start(plan))  # before any file is written
     max_hours = config.max_hours if plan.writes else 0
     stop = StopSignal(ranks, max_hours, log.beat, config.grad_accum_steps(ranks.world_size))
@@ -139,7 +137,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
         ranks.on_main(lambda: log.say("\n".join(plan.lines())))
     tokenizer = None
     suites: list[tuple[int, Suite]] = []
-    needs_tokenizer = config.sample_freq or config.hellaswag_freq or config.core_freq or data.val_sets
+    needs_tokenizer = config.sample_freq or config.hellaswag_freq or data.val_sets
     if needs_tokenizer and (plan.writes or config.eval_only):
         tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
     if tokenizer:
@@ -152,10 +150,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
     forward: nn.Module = model
     if config.compiles(device.type):
         forward = model.compiled()
-    gradient_sum = None
-    if config.deterministic:
-        gradient_sum = GradientSum(list(model.parameters()), ranks)
-    elif ranks.world_size > 1 and not config.is_fsdp:
+    if ranks.world_size > 1 and not config.is_fsdp:
         forward = parallel.replicate(forward, ranks)
     streams = {}
     for source in data.sources:
@@ -169,7 +164,7 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
         forward=forward,
         optimizer=optimizer,
         state=state,
-        guard=Guard(config, ranks, model, forward, optimizer, scaler, gradient_sum, stop, state),
+        guard=Guard(config, ranks, model, forward, optimizer, scaler, stop, state),
         evaluation=Evaluation(
             plan=plan, model=model, forward=forward, tokenizer=tokenizer, suites=suites, stop=stop, log=log, saves=saves
         ),
@@ -179,7 +174,6 @@ def build(plan: Plan, log: RunLog, stack: ExitStack) -> Run:
             optimizer=optimizer,
             scaler=scaler,
             state=state,
-            results=results,
             host_copy=HostCopy(ranks),
         ),
         saves=saves,
@@ -222,7 +216,8 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
     state = run.state
     saves = run.saves
     results = run.results
-    has_replicas = run.ranks.world_size > run.config.shards(run.ranks.world_size)
+    micro_batch = (run.config.mini_batch_size, run.config.context_length)
+    parallel.settle_buckets(run.forward, run.ranks.device, micro_batch, run.autocast())
     results.restart_clock()
     with closing(run.training_batches()) as batches:
         while True:
@@ -232,8 +227,6 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
             tiers = run.plan.schedule.tiers(state.step, state.rows_consumed)  # file names, such as that of an epoch
             if saves.poll(state.step, is_special=is_last or bool(tiers)):
                 save(run)
-            elif has_replicas and run.config.check_steps and state.step % run.config.check_steps == 0:
-                run.capture.check_replicas()
             if run.evaluation.run(state, is_last, lambda: save(run)):
                 results.restart_clock()
             if is_last:
@@ -316,30 +309,16 @@ def save(run: Run) -> None:
 # main
 
 
-def measure(run: Run) -> float:
-    """Return the seconds per step, measured on steps with few micro-steps."""
-    run.log.say("timing some steps ...")
-    with closing(run.training_batches()) as batches:
-
-        def take_step(config: TrainConfig) -> None:
-            guard = replace(run.guard, config=config)
-            train_step(replace(run, plan=replace(run.plan, config=config), guard=guard), batches)
-
-        return seconds_per_step(run.config, run.ranks, take_step)
-
-
 def carry_out(plan: Plan, stack: ExitStack) -> int:
-    """Train, or with --dry_run or --eval_only print the plan, time a step or evaluate; return the exit status."""
+    """Train, or with --dry_run or --eval_only print the plan or evaluate; return the exit status."""
     config = plan.config
     history = plan.history
     log = RunLog(config, plan.ranks)
     if plan.is_finished and not config.eval_only:
         ended = f"this run is finished, at step {history.step:,}"
         log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
-    elif config.dry_run == "plan":
+    elif config.dry_run:
         plan.ranks.on_main(lambda: log.say("\n".join([*plan.lines(), *forecast(plan)])))
-    elif config.dry_run == "measure":
-        log.say("\n".join(forecast(plan, measure(build(plan, log, stack)))))
     elif config.eval_only:
         log.say(f"{history.path or config.init_from} at step {history.step:,}:")
         run = build(plan, log, stack)
@@ -363,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with out_of_memory_explained(plan.config, plan.sketch, ranks):
             try:
                 return carry_out(plan, stack)
-            except Stopped as stopped:  # --dry_run measure or --eval_only: run_to_end() handles it in training
+            except Stopped as stopped:  # --eval_only: run_to_end() handles it in training
                 return 128 + signal.Signals[stopped.reason]
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
 
 COMMANDS = (
-    "python train.py --config test --deterministic on --sample_freq 0",
+    "python train.py --config test --sample_freq 0",
     "python train.py --resume latest",
 )
 KILLED_AFTER = 60  # the step of the kill

@@ -85,7 +85,7 @@ def main() -> None:
             writer.wait()  # as in training: the copy reuses the memory that the writer reads
             step = len(paused["SteadyGPT"])
             tensors = training.host_copy.copy(training.model, training.optimizer)
-            writer.submit(writer.save, step, {"step": step, "digests": {}, **tensors}, [])
+            writer.submit(writer.save, step, {"step": step, **tensors}, [])
             writer.job.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
 
         def save_in_place() -> None:

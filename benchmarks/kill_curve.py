@@ -19,9 +19,8 @@ On average, a kill comes after 0.95 x steps / kills steps, and a start takes 20 
 the same command continues after an interruption: the uninterrupted run starts again, the killed one resumes.
 
 Trains a byte-level GPT of 0.84 M parameters on Python's standard library twice, with dropout, in fp32 on the CPU. The
-first run is left alone, on one process. The second run is killed with kill -9 at random instants and resumed with
---resume auto, each time on one, two or four processes, drawn at random. With --deterministic, the expected difference
-is exactly 0.
+first run is left alone. The second run is killed with kill -9 at random instants and resumed with --resume auto. Both
+have --ranks processes. On a CPU the expected difference is exactly 0; on a GPU it is with --deterministic.
 
 nanoGPT trains the same shape on the same text with the same batch size and learning rates, on one process. It is killed
 after the same numbers of its own steps and restarted with --init_from=resume. Both save after every step. nanoGPT
@@ -43,7 +42,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,6 +53,7 @@ import torch
 
 from benchmarks import picture
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, flags
+from steadygpt.base.text import counted
 from steadygpt.log.metrics import METRICS, read_records
 
 STEP_LINE = re.compile(r"^(?:step +(?=\d+/)|iter (?=\d+:))(\d+)", re.MULTILINE)  # ours, nanoGPT's
@@ -62,7 +61,6 @@ RUN = flags(
     device="cpu", precision="fp32", compile="off", num_layers=4, num_heads=4, embd_size=128, context_length=128,
     total_batch_size=2048, mini_batch_size=4, max_lr=1e-3, min_lr=1e-4, dropout=0.1, checkpoint_freq=1,
     keep_checkpoints=2, checkpoint_minutes=0, eval_freq=0, hellaswag_freq=0, sample_freq=0, resume="auto",
-    deterministic="on",
 )  # fmt: skip
 
 
@@ -74,10 +72,9 @@ NANOGPT = flags(
 
 
 class Kill(NamedTuple):
-    """A kill: the last step that was logged before, the number of ranks, and whether a save was in progress."""
+    """A kill: the last step that was logged before, and whether a save was in progress."""
 
     step: int
-    ranks: int
     within_save: bool
 
 
@@ -152,7 +149,7 @@ def live(folder: Path, ranks: int, steps: int, instant: float = math.inf, start:
         for process in processes:
             process.wait()
     half_written = list(folder.glob("saved/.*.pt.tmp"))
-    return Kill(logged_steps(out)[-1], ranks, any(file.stat().st_mtime_ns > started_ns for file in half_written))
+    return Kill(logged_steps(out)[-1], any(file.stat().st_mtime_ns > started_ns for file in half_written))
 
 
 def logged_steps(out: Path) -> list[int]:
@@ -180,7 +177,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def killed_lives(
-    folder: Path, args: argparse.Namespace, start: Start = start, on_one: bool = False, done: int = 0
+    folder: Path, args: argparse.Namespace, ranks: int, start: Start = start, done: int = 0
 ) -> Iterator[Kill | None]:
     """Start and kill a run again and again, then let it finish. Yield each kill, and None at the end.
 
@@ -189,19 +186,17 @@ def killed_lives(
     """
     random = Random(args.seed)
     started_s = time.monotonic()
-    ranks_of_lives = [random.choice(args.ranks) for _ in range(args.kills)]
     instants = kill_instants(args.kills, args.steps, random)
     for number, instant in enumerate(instants[done:], start=done + 1):
-        ranks = 1 if on_one else ranks_of_lives[number - 1]
         kill = live(folder, ranks, args.steps, instant, start)
         if kill:
-            where = f"at step {kill.step} of {args.steps}, ranks: {kill.ranks}"
+            where = f"at step {kill.step} of {args.steps}"
             if kill.within_save:
                 where += ", within a save"
             left_s = (time.monotonic() - started_s) / (number - done) * (args.kills - number)
             print(f"kill {number} of {args.kills}: {where}; {left_s:.0f} s left", flush=True)
             yield kill
-    live(folder, 1, args.steps, math.inf, start)
+    live(folder, ranks, args.steps, math.inf, start)
     yield None
 
 
@@ -213,10 +208,10 @@ def measure_steadygpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(calm, ignore_errors=True)
         calm.mkdir()
         print(f"uninterrupted: {args.steps} steps", flush=True)
-        live(calm, 1, args.steps)
+        live(calm, args.ranks, args.steps)
     disturbed.mkdir(exist_ok=True)
     kills = [Kill(*kill) for kill in json.loads(kills_file.read_text())] if kills_file.exists() else []
-    for kill in killed_lives(disturbed, args, done=len(kills)):
+    for kill in killed_lives(disturbed, args, args.ranks, done=len(kills)):
         if kill:
             kills.append(kill)
             kills_file.write_text(json.dumps(kills))
@@ -228,8 +223,8 @@ def measure_steadygpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     calm_weights = weights(calm)
     killed_weights = weights(disturbed)
     weight_difference = max((tensor - killed_weights[name]).abs().max().item() for name, tensor in calm_weights.items())
-    lives = ", ".join(f"{count} on {ranks}" for ranks, count in sorted(Counter(kill.ranks for kill in kills).items()))
-    print(f"{len(kills)} kills (number of ranks: {lives}), {sum(kill.within_save for kill in kills)} within a save")
+    within_saves = sum(kill.within_save for kill in kills)
+    print(f"{len(kills)} kills on {counted(args.ranks, 'process')}, {within_saves} within a save")
     print(f"largest difference of the losses of {args.steps} steps: {difference:.3g}")
     print(f"largest difference of the final weights: {weight_difference:.3g}")
     hashes = f"uninterrupted {digest(calm_weights)[:16]}..., killed {digest(killed_weights)[:16]}..."
@@ -238,6 +233,7 @@ def measure_steadygpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "uninterrupted": calm_losses,
         "killed": killed_losses,
         "kills": kills,
+        "ranks": args.ranks,
         "weight_difference": weight_difference,
     }
 
@@ -257,7 +253,7 @@ def measure_nanogpt(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     lives = []
     kills = []  # the steps
     corrupt = []  # the steps of the kills that corrupted ckpt.pt
-    for kill in killed_lives(disturbed, args, start, on_one=True):
+    for kill in killed_lives(disturbed, args, 1, start):
         lives.append(nanogpt_losses(disturbed))
         if kill:
             kills.append(kill.step)
@@ -307,19 +303,16 @@ def draw(measured: dict[str, Any], file: Path, caption: str = "") -> None:
     )
     steps = len(ours["uninterrupted"])
     kills = [Kill(*kill) for kill in ours["kills"]]
+    processes = counted(ours["ranks"], "process")
     times = "1 kill" if len(kills) == 1 else f"{len(kills)} kills"
     difference = [one - other for one, other in zip(ours["killed"], ours["uninterrupted"], strict=True)]
     largest = max(map(abs, difference))
     top.set_title(f"SteadyGPT: {times}, difference {largest:.2g} at {'all' if largest == 0 else 'most'} steps")
-    top.plot(ours["uninterrupted"], color=picture.PALE, linewidth=7, label="uninterrupted, 1 process")
+    top.plot(ours["uninterrupted"], color=picture.PALE, linewidth=7, label=f"uninterrupted, {processes}")
     top.plot(ours["killed"], color=picture.BLUE, linewidth=1.8, label="killed and resumed")
-    for ranks, mark, colour in ((1, "o", picture.RED), (2, "^", picture.ORANGE), (4, "s", picture.GREEN)):
-        kill_steps = [kill.step for kill in kills if kill.ranks == ranks]
-        processes = "1 process" if ranks == 1 else f"{ranks} processes"
-        label = f"kill -9 on {processes} ({len(kill_steps)})"
-        style = {"color": colour, "markersize": 9, "zorder": 3, "label": label}
-        if kill_steps:
-            top.plot(kill_steps, [ours["killed"][step] for step in kill_steps], mark, **style)
+    kill_steps = [kill.step for kill in kills]
+    style = {"color": picture.RED, "markersize": 9, "zorder": 3, "label": f"kill -9 ({len(kills)})"}
+    top.plot(kill_steps, [ours["killed"][step] for step in kill_steps], "o", **style)
     below.set_title("difference from the uninterrupted run")
     below.plot(difference, color=picture.BLUE, linewidth=4, label="SteadyGPT", zorder=3)
     for axes in middle:
@@ -332,7 +325,7 @@ def draw(measured: dict[str, Any], file: Path, caption: str = "") -> None:
             apart = [loss - theirs["uninterrupted"][step] for step, loss in zip(own, life, strict=True)]
             below.plot(own, apart, **style, label="" if number else "nanoGPT")
         ends = [life[-1] for _, life in theirs["lives"]][: len(theirs["kills"])]
-        label = f"kill -9 on 1 process ({len(ends)})"
+        label = f"kill -9 ({len(ends)})"
         axes.plot(theirs["kills"], ends, "o", color=picture.RED, markersize=9, zorder=3, label=label)
     for axes in (top, *middle):
         axes.set(ylabel="training loss")
@@ -342,7 +335,7 @@ def draw(measured: dict[str, Any], file: Path, caption: str = "") -> None:
     if not caption:
         saves = "both save" if theirs else "saves"
         caption = f"0.84 M parameters, fp32 on a CPU, one thread per process, {saves} after every step,\n"
-        caption += " ".join(["SteadyGPT with --deterministic", *measured.get("options", ())])
+        caption += " ".join([f"SteadyGPT on {processes}", *measured.get("options", ())])
     if theirs:
         caption += "; nanoGPT logs the loss of its last micro-batch"
     figure.supxlabel(caption, fontsize=14, color=picture.DIM, x=0.01, ha="left")
@@ -353,8 +346,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=(1, 2, 4), help="default: 1 2 4")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants and the numbers of ranks")
+    parser.add_argument("--ranks", type=int, default=4, choices=(1, 2, 4), help="processes of SteadyGPT (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it, only SteadyGPT is killed")
     parser.add_argument("--data", type=Path, help="file for the losses; a run that it holds is not trained again")
     parser.add_argument("--plot", type=Path, default=REPO / "docs" / "steady.svg")

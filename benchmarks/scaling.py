@@ -1,11 +1,11 @@
-"""Training speed on 1 to N processes or GPUs of one machine, with DDP and with --deterministic, in tokens per second.
+"""Training speed on 1 to N processes or GPUs of one machine, in tokens per second.
 
     python -m benchmarks.scaling --processes 1 2 4 8 --config gpt2           # GPUs; further flags of train.py
-    python -m benchmarks.scaling --processes 2 --deterministic               # CPU: two blocks of GPT-2
+    python -m benchmarks.scaling --processes 1 2                             # CPU: two blocks of GPT-2
 
 Each process has --micro_steps micro-steps a step, whatever their number. Each measurement is a run of train.py under
 torchrun on random tokens, without saves and evaluations; its figure follows from the median time of its steps but the
-first two. With --deterministic each number of processes is also measured with that option.
+first two.
 """
 
 import json
@@ -28,10 +28,10 @@ RUN = flags(
 SMALL = flags(precision="fp32", num_layers=2, num_heads=12, embd_size=768, context_length=256, mini_batch_size=2)
 
 
-def tokens_per_second(data: str, processes: int, deterministic: str, tokens: int, options: list[str]) -> float:
+def tokens_per_second(data: str, processes: int, tokens: int, options: list[str]) -> float:
     """Train some steps of `tokens` tokens; return the speed."""
     with tempfile.TemporaryDirectory(dir=data) as folder:
-        own = flags(data_dir=data, checkpoint_dir=folder, deterministic=deterministic, total_batch_size=tokens)
+        own = flags(data_dir=data, checkpoint_dir=folder, total_batch_size=tokens)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [*launch, "train.py", *options, *RUN, *own]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
@@ -46,7 +46,6 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--processes", nargs="+", type=int, default=[2], help="default: 2")
     parser.add_argument("--micro_steps", type=int, default=4, help="of a step, on each process (default: 4)")
-    parser.add_argument("--deterministic", action="store_true", help="measure this option too")
     args, further = parser.parse_known_args()
     options = further if any(flag.startswith("--config") for flag in further) else [*SMALL, *further]
     config, _ = parse_args(options)
@@ -55,11 +54,8 @@ def main() -> None:
         write_tokens(Path(data), GPTConfig.vocab_size)
         sides = {}
         for processes in args.processes:
-            for deterministic in ("off", "on") if args.deterministic else ("off",):
-                name = "1 process" if processes == 1 else f"{processes} processes"
-                if deterministic == "on":
-                    name += ", deterministic"
-                sides[name] = partial(tokens_per_second, data, processes, deterministic, tokens * processes, options)
+            name = "1 process" if processes == 1 else f"{processes} processes"
+            sides[name] = partial(tokens_per_second, data, processes, tokens * processes, options)
         compare(sides, "tokens/s", args)
 
 

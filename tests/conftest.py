@@ -55,7 +55,7 @@ def tiny_flags(device: str) -> list[str]:
 
 
 TINY = tiny_flags(os.environ.get(DEVICE, "cpu"))
-FSDP = ("--sharding", "fsdp", "--deterministic", "off")  # which exclude each other; on a GPU TINY has the latter
+FSDP = ("--sharding", "fsdp")
 MODERN = (
     "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off --num_kv_heads 1 "
     "--optimizer muon --muon_beta2 0.9 --schedule wsd --min_lr 0"

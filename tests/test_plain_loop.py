@@ -65,7 +65,7 @@ def assert_as(plain: PlainLoop, folder: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [
-    (), ("--mini_batch_size", "1"), ("--mini_batch_size", "4"), ("--mini_batch_size", "1", "--deterministic"),
+    (), ("--mini_batch_size", "1"), ("--mini_batch_size", "4"),
     ("--loss_chunk_size", "5", "--activation_checkpointing"), FSDP,
 ], ids=" ".join)  # fmt: skip
 def test_a_run_is_a_plain_loop(workdir, flags):
@@ -80,7 +80,7 @@ def test_the_schedule_with_a_cool_down_is_a_plain_loop(workdir):
     assert_as(PlainLoop("wsd"), "checkpoints")
 
 
-@pytest.mark.parametrize("flags", [(), ("--deterministic",), FSDP], ids=" ".join)
+@pytest.mark.parametrize("flags", [(), FSDP], ids=" ".join)
 def test_a_run_on_two_ranks_is_a_plain_loop(workdir, flags):
     run_to_end(*OPTIONS, "--mini_batch_size", "1", *flags, *folders("two"), ranks=2)
     assert_as(PlainLoop(), "two")

@@ -198,7 +198,6 @@ FLAGS: list[tuple] = [
     ("train --shard_size 2", "--shard_size needs --sharding fsdp"),
     ("train --skip_spikes --spike_z 0", "--skip_spikes needs a --spike_z above 0"),
     ("train --optimizer muon --max_lr 0 --min_lr 0", "--optimizer muon needs a --max_lr above 0"),
-    ("train --deterministic --sharding fsdp", "--deterministic needs --sharding ddp"),
     ("train --total_batch_size 72", "--total_batch_size is 72; expected a multiple of"),
     ("train --total_batch_size 65536 --micro_steps 8", "--total_batch_size and --micro_steps cannot be combined"),
     ("train --mini_batch_size auto --total_batch_size 63", "--total_batch_size is 63; expected a multiple of"),
@@ -397,8 +396,8 @@ def test_checkpoints_that_do_not_fit_and_changes_on_resume_are_refused(refuses, 
 
 
 @pytest.mark.parametrize(("flags", "said", "ranks"), [
-    ("--deterministic --mini_batch_size 1",
-     "--deterministic: a step has 4 micro-batches, so expected 1, 2 or 4 processes; found 3", 3),
+    ("--sharding fsdp --shard_size 2 --total_batch_size 96",
+     "--shard_size 2 is not a divisor of the number of processes, 3", 3),
     (f"--checkpoint_dir {'x' * 300}", "File name too long: ", 1),
 ])  # fmt: skip
 def test_a_process_ends_with_one_line_whatever_kind_of_error_it_is(place, flags, said, ranks):

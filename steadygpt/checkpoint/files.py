@@ -36,7 +36,6 @@ from steadygpt.base.typed import Count, Loss, typed
 from steadygpt.checkpoint.evaluations import LaunchId, origin
 from steadygpt.config import STORED, GPTConfig, TrainConfig
 from steadygpt.data.tokenizer import TokenizerRecord
-from steadygpt.machine.digests import check_digests
 from steadygpt.machine.host import process_age_s
 
 FORMAT_VERSION = 5
@@ -51,7 +50,7 @@ CONTAINERS = (b"}", b"]", b")")  # pickle codes of an empty dict, list and tuple
 MOST_CONTAINERS = 2**22
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
-# Options that the first launch decides if the user leaves them open. With --deterministic also mini_batch_size.
+# Options that the first launch decides if the user leaves them open.
 DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
 # Fields of weights without a run, from which no run can resume.
 WITHOUT_RUN = {
@@ -61,7 +60,6 @@ WITHOUT_RUN = {
     "epoch": 0.0,
     "launches": [],
     "data_fingerprint": {},
-    "digests": {},
 }
 
 
@@ -102,7 +100,6 @@ class CheckpointContent(TypedDict):
     launches: list[Launch]  # of the run, this one last
     data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
     saved_at: Annotated[float, 0, 2**41]  # seconds since 1970
-    digests: dict[str, int]  # of the weights and the optimizer's state on the device that trained them
 
 
 def config_of(entry: Launch) -> TrainConfig:
@@ -457,7 +454,6 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     try:
         model_config.check_shape()
         check_numbers(checkpoint)
-        check_digests(named_tensors(checkpoint), checkpoint["digests"])
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
     rows = checkpoint["rows_consumed"]

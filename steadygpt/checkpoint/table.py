@@ -15,7 +15,6 @@ from steadygpt.base.text import bytes_text, columns_of, counted, duration_text, 
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.machine.digests import combined
 
 TITLES = ("file", "step", "epoch", "loss", "last val", "bits/byte", "size", "age", "state")
 # Columns that a terminal too narrow for all of them does not show, the least important first.
@@ -87,14 +86,13 @@ def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.
                     content = files.read_checkpoint(file.path)
                     if not further:
                         further.extend(["", str(file.path), *details(content, columns)])
-                    digest = f", digest {combined(content['digests'])}" if content["digests"] else ""
-                    known[file.inode] = f"intact{digest}"
+                    known[file.inode] = "intact"
                 except UserError as error:
                     known[file.inode] = str(error).removeprefix(f"{file.path}: ")
             yield known.get(file.inode, file.problem or "complete")
 
     rows = [_row(file.path.name, file.head, file.size, evaluations) for file in checkpoints]
-    yield from _lines(rows, states(), columns, f"intact, digest {2**32 - 1}" if verbose else "complete")
+    yield from _lines(rows, states(), columns)
     yield f"{counted(len(checkpoints), 'name')} in {folder}"
     yield from further
 
@@ -117,8 +115,7 @@ def mirror_table(mirror: Mirror, columns: float = math.inf) -> Iterator[str]:
 
 def details(checkpoint: Mapping[str, Any], columns: float = math.inf) -> Iterator[str]:
     """Yield lines about the content of a checkpoint: numbers, last launch, options, and the shapes of its weights."""
-    digest = combined(checkpoint["digests"]) if checkpoint["digests"] else ""
-    parts = {"content": {**checkpoint, "digest": digest}}
+    parts: dict[str, Mapping[str, Any]] = {"content": checkpoint}
     launches = checkpoint["launches"]
     if launches:
         parts |= {"last launch": launches[-1], "options": launches[-1]["options"] | launches[-1]["decisions"]}

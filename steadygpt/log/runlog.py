@@ -136,7 +136,7 @@ class RunLog:
             if line:
                 self.say(line, brief=brief)
             self.tell("log", step, measured)
-            self.tell("curves", step, {name: number for name, number in measured.items() if name != "digest"}, group)
+            self.tell("curves", step, measured, group)
 
     def tell(self, method: str, *args: object) -> None:
         """Call a method of the sinks that have it."""

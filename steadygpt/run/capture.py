@@ -5,14 +5,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from model import GPT
-from steadygpt.base.options import UserError
-from steadygpt.base.text import some
 from steadygpt.checkpoint.files import FORMAT_VERSION, TrainState, config_of
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
-from steadygpt.machine.digests import combined, compare_replicas
+from steadygpt.machine.parallel import compare_replicas
 from steadygpt.run.history import WITHOUT_TENSORS
 from steadygpt.run.plan import Plan
-from steadygpt.run.results import Results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +21,7 @@ class Capture:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: TrainState
-    results: Results
     host_copy: HostCopy  # the host memory for a copy of weights and optimizer state
-
-    def check_replicas(self) -> dict[str, int]:
-        """Compare the ranks that should have the same weights and optimizer state; return the digests, by tensor.
-
-        The step's record gets one digest of all tensors, for the comparison when the step is repeated.
-
-        Raises: Corrupted.
-        """
-        ranks = self.plan.ranks
-        digests = compare_replicas(self.model, self.optimizer, ranks, self.plan.config.shards(ranks.world_size))
-        self.results.digests[self.state.step] = combined(digests)
-        return digests
 
     def content(self) -> dict:
         """Copy a checkpoint's content to rank 0's host memory; the copy is valid until the next call.
@@ -46,7 +30,8 @@ class Capture:
 
         Raises: Corrupted.
         """
-        digests = self.check_replicas()
+        ranks = self.plan.ranks
+        compare_replicas(self.model, ranks, self.plan.config.shards(ranks.world_size))
         return {
             "format_version": FORMAT_VERSION,
             **asdict(self.state),
@@ -58,7 +43,6 @@ class Capture:
             "epoch": self.plan.schedule.epochs(self.state.rows_consumed),
             "data_fingerprint": self.plan.fingerprint,
             "launches": self.plan.launches,
-            "digests": digests,
             **self.plan.data.tokenizer_record._asdict(),
         }
 
@@ -79,15 +63,6 @@ def restore(plan: Plan, model: GPT, optimizer: torch.optim.Optimizer, scaler: to
         restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
         if checkpoint["scaler"]:
             scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
-        # Digests of what is on the device now; under FSDP each rank has only its shards.
-        digests = compare_replicas(model, optimizer, ranks, config.shards(ranks.world_size))
-        expected = checkpoint["digests"]
-        changed = [name for name, digest in digests.items() if expected.get(name, digest) != digest]
-        if changed:
-            raise UserError(
-                f"{history.path}: {', '.join(some(changed, 'tensor'))} changed on the way to {ranks.device}; "
-                "its memory or the host's is wrong. Resume on another machine"
-            )
     state = TrainState()
     if checkpoint:
         state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})

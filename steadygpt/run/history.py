@@ -363,8 +363,7 @@ def resume_options(
         if alternative and set_by[name] == "preset" and options[alternative] != FIELDS[alternative].default:
             continue
         message = f"--{name} is {new!r}, but the checkpoint was trained with {trained_with!r}; drop the option, or"
-        # The rows that a rank computes at once decide how sums are rounded.
-        if rule == "never" or (name == "mini_batch_size" and options["deterministic"]):
+        if rule == "never":
             raise UserError(f"{message} start a new run in another --checkpoint_dir")
         if rule == "ask" and not config.allow_changes:
             raise UserError(f"{message} add --allow_changes to resume with the new value")

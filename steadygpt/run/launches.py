@@ -89,7 +89,7 @@ def note_of_launch(config: TrainConfig, launches: Sequence[Launch]) -> dict[str,
     entry = launches[-1]
     parent = launches[-2]["id"] if len(launches) > 1 else ""
     settings: dict[str, Any] = {  # all that determines a step
-        "ranks": "any" if config.deterministic else entry["ranks"],
+        "ranks": entry["ranks"],
         "device": entry["device"],  # with the number of threads of a CPU
         "torch": entry["torch"],
         "commit": f"{entry['commit'][:12]}{entry['commit'][40:]}",  # after the 40 digits, whether files are changed

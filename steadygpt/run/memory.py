@@ -28,7 +28,6 @@ from steadygpt.machine.ranks import Ranks
 
 # Uses of memory, as the plan names them.
 STATIC = "weights, gradients and optimizer"
-SUMS = "sums of gradients"
 COPY = "copy for checkpoints"
 # An estimate fits if it is at most this part of the memory. On a CPU, a process keeps freed memory in fragments and
 # uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
@@ -165,11 +164,6 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
     in_blocks = sum(map(torch.numel, model.h.parameters()))
     host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")}
     memory: dict[str, float] = {STATIC: (checkpoint_bytes(model, config.optimizer) + 4 * N) / shards}
-    if config.deterministic:  # sums of subtrees; with several processes also what they exchange
-        sums = max(1, config.virtual_ranks() // world_size).bit_length() - 1
-        if world_size > 1:
-            sums += 1
-        memory[SUMS] = 4 * N * sums
     if config.is_fsdp:  # root parameters stay gathered; two blocks at a time (current, prefetched)
         element_bytes = 2 if config.precision == "bf16" else 4
         memory["gathered weights"] = 4 * (N - in_blocks) + element_bytes * 2 * in_blocks / config.num_layers
@@ -200,7 +194,7 @@ def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
         savers.append("--activation_checkpointing")
     if not config.loss_chunk_size:
         savers.append(f"--loss_chunk_size {min(2048, config.context_length // 2)}")
-    if not config.is_fsdp and not config.deterministic:
+    if not config.is_fsdp:
         savers.append("--sharding fsdp")
     return (
         f"{counted(config.mini_batch_size, 'row')} of {config.context_length:,} tokens: about {needed} (estimated); "

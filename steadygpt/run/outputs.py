@@ -100,7 +100,7 @@ def open_outputs(plan: Plan, log: RunLog, stack: ExitStack) -> tuple[CheckpointW
             path = None
         writer.resume(checkpoint, path)
         records, reason = repeated_records(folder / METRICS, history.step, launch_line["parent"], launch_line["how"])
-        is_exact = config.repeats_bits(plan.ranks.device.type, plan.ranks.world_size)
+        is_exact = config.repeats_bits(plan.ranks.device.type)
         repeats = Repeats(log, history.step, records, reason, is_exact)
     log.note(checkpoint_bytes=needed)
     log.open(history.step, launch_line)

@@ -3,7 +3,7 @@
 import math
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from dataloader import BatchLoader, Rows, RowStream
 from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
-from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import DECIDED, LATEST, Launch, config_of
+from steadygpt.checkpoint.files import DECIDED, LATEST, Launch
 from steadygpt.config import FINEWEB_EDU_TOKENS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits
 from steadygpt.data.order import BLOCK_ROWS
@@ -272,23 +271,14 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
     if config.tokenizer == "auto" and not before:
         notes.append(note_of_vocabulary(data))
 
-    # What the machine decides: threads, precision and the rows of a micro-step.
-    if config.deterministic and before and ranks.device.type == "cpu":
-        threads = torch.get_num_threads()
-        threads_before = before[-1]["threads"]
-        if threads != threads_before:
-            torch.set_num_threads(threads_before)
-            text = f"{threads} -> {threads_before}, as before: --deterministic needs the same number"
-            notes.append(labelled("threads", text))
+    # What the machine decides: precision and the rows of a micro-step.
     if "total_batch_size" not in decisions:
         config = config.with_tokens_of_step(world_size)
-    config = config.with_even_rows(1 if config.deterministic else world_size)
+    config = config.with_even_rows(world_size)
     config = replace(config, precision=choose_precision(config.precision, ranks.device))
-    set_up(config, ranks.device, torch.get_num_threads())
+    set_up(config, ranks.device)
     config, memory_note = with_fitting_rows(config, sketch, memory, ranks)
     notes.append(memory_note)
-    if config.deterministic:
-        notes.append(note_of_processes(config, before, ranks))
     if requested.mini_batch_size not in (0, config.mini_batch_size):
         where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
         text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {requested.mini_batch_size}"
@@ -324,8 +314,7 @@ def _settle_on_main(history: History, data: Data, sketch: GPT, memory: int, rank
         launches[-1] = new_launch(history, data, fingerprint, ranks)
     if launches:
         kept_decisions = list(DECIDED)
-        # The rows that fit into memory are chosen once for all launches, and --deterministic needs the same number.
-        if config.deterministic or not requested.mini_batch_size:
+        if not requested.mini_batch_size:  # the rows that fit into memory are chosen once for all launches
             kept_decisions.append("mini_batch_size")
         launches[-1]["options"] = {name: getattr(requested, name) for name in STORED}
         launches[-1]["decisions"] = {name: getattr(config, name) for name in kept_decisions} | dict(decisions)
@@ -354,43 +343,15 @@ def note_of_vocabulary(data: Data) -> str:
     return labelled("vocabulary", f"{text}; name the tokenizer that wrote them: --tokenizer NAME, or ids:N")
 
 
-def note_of_processes(config: TrainConfig, before: Sequence[Launch], ranks: Ranks) -> str:
-    """Return a line for the plan: the numbers of processes that compute the same bits."""
-    virtual_ranks = config.virtual_ranks()  # a power of two
-    reason = f"a step has {counted(config.grad_accum_steps(1), 'micro-batch')}"
-    possible = "1 process"
-    if virtual_ranks > 1:
-        *smaller, largest = [str(2**n) for n in range(virtual_ranks.bit_length())]
-        possible = f"{', '.join(smaller)} or {largest} processes"
-    if not config.eval_only and virtual_ranks % ranks.world_size:
-        advice = "or start a new run with a smaller --mini_batch_size"
-        raise UserError(f"--deterministic: {reason}, so expected {possible}; found {ranks.world_size}; {advice}")
-    if before:
-        virtual_ranks_before = config_of(before[-1]).virtual_ranks()
-        if virtual_ranks_before != virtual_ranks:
-            message = f"--deterministic: --total_batch_size {config.total_batch_size:,} fits {possible}"
-            raise UserError(f"{message}, but the run began with one that fits {virtual_ranks_before}; drop the flag")
-    text = f"on {possible}"
-    if ranks.device.type == "cpu":
-        text += f" of {counted(torch.get_num_threads(), 'thread')}"
-        if virtual_ranks > 1:
-            text += " each"
-    return labelled("same bits", f"{text}, because {reason}")
-
-
-def set_up(config: TrainConfig, device: torch.device, threads: int) -> None:
-    """Prepare a rank for a run whose precision is settled, before the first matrix product.
-
-    Args:
-        threads: of a CPU; with --deterministic all ranks and launches need the same number.
-    """
+def set_up(config: TrainConfig, device: torch.device) -> None:
+    """Prepare a rank for a run whose precision is settled, before the first matrix product."""
     if config.compiles(device.type):
         check_compiler(device.type)
     # Only an fp32 run uses TF32. In other precisions HellaSwag scores close calls again, in true fp32.
     if device.type == "cuda" and config.precision == "fp32":
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
-        be_deterministic(device, threads, config.compiles(device.type))
+        be_deterministic(config.compiles(device.type))
 
 
 def validation_rows(config: TrainConfig, val: RowStream, sets: int = 1) -> int:

@@ -12,7 +12,7 @@ from steadygpt.log.metrics import LaunchLine, Record, segments, without_nan
 from steadygpt.log.runlog import RunLog
 from steadygpt.run.launches import difference
 
-NUMBERS = ("loss", "grad_norm", "lr", "digest")  # of a record that are compared
+NUMBERS = ("loss", "grad_norm", "lr")  # of a record that are compared
 # The usual differences of repeated steps where equal launches need not compute the same bits: steps after the
 # checkpoint, fewer than this -> relative difference of a loss, and of a gradient norm. The limits have some room above
 # the largest differences that `python -m benchmarks.repeated_steps` has measured. Training amplifies differences, so
@@ -84,8 +84,6 @@ class Comparison:
         for name in NUMBERS:
             before = recorded.get(name)
             now = measured.get(name)
-            if name == "digest" and (before is None or now is None or not self.is_exact):  # not every step has one
-                continue
             if before == now:
                 continue
             old = before or 0.0  # a number that is not finite counts as 0

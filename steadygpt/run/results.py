@@ -96,7 +96,6 @@ class Results:
     log: RunLog
     flops_per_token: float  # for MFU
     repeats: Repeats  # compares the steps that a resumed run repeats
-    digests: dict[int, int] = field(default_factory=dict)  # of weights and optimizer state, by step, where known
     # Since the process started:
     steps: int = 0
     skipped: int = 0  # updates
@@ -155,7 +154,6 @@ class Results:
             "cost": self.cost(elapsed_s),
             "memory_gb": peak_memory_bytes(self.ranks.device) / 1e9,
             "epoch": self.schedule.epochs(row),
-            "digest": self.digests.pop(result.step, None),
         }
         used_twice = {"step", "time", *numbers} & result.metrics.keys()
         if used_twice:

@@ -191,7 +191,6 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     more = {
         "lr": 0.002,
         "elapsed_s": 4.0,
-        "digests": {"other": 1},
         "tokenizer_json": "{}",
         "optimizer": {"weight": {"exp_avg": torch.zeros(1000)}},
     }
@@ -204,13 +203,13 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     for path in tmp_path.iterdir():
         path.unlink()
     later, last, _, name, *details, weights, optimizer = printed
-    assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact, digest \d+", lines[1])
+    assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact", lines[1])
     assert later.startswith(ROLLING.format(10)) and "  no such checkpoint; " in later
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
     assert "gpu_hour_cost 0.0, sharding ddp, " in text and "tokenizer_json" not in text
-    assert re.search(r"digest \d+ last launch id 0000", text)
+    assert " last launch id 0000" in text
     assert (weights, optimizer) == ("          1 x weight (1000,)", "  optimizer  exp_avg")
 
 
@@ -225,7 +224,7 @@ def test_the_verbose_table_shows_the_content_of_the_newest_file_only(tmp_path):
 def listed_folder(tmp_path_factory) -> Path:
     """Return a folder with long names, a long path and a damaged file."""
     folder = tmp_path_factory.mktemp("a-folder-with-a-name-of-more-than-forty-columns")
-    write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3, digests={"weight": 7})
+    write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3)
     write_checkpoint(folder, 123_457, "latest.pt")
     damage(folder / "latest.pt", "truncated")
     scores = {"val_loss": 3.5, "val_bpb": 1.25}

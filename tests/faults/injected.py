@@ -216,30 +216,6 @@ def flip_bit(step: int, which_rank: int, name: str, kind: str, rank: int) -> Non
     train.train_step = flipping
 
 
-def check_replicas_every(steps: int, rank: int) -> None:
-    """Compare the weights of the ranks every so many steps."""
-    train.CHECK_STEPS = steps
-
-
-def flip_gradient(which_rank: int, times: set[int] | None, rank: int) -> None:
-    """Flip a bit in backward passes of one rank, where they leave the head: the `times`, from 0 on; None: always."""
-    build_model, numbers = train.build_model, itertools.count()
-
-    def flipped(gradient):
-        if times is None or next(numbers) in times:
-            gradient = gradient.clone()
-            gradient.view(-1).view(torch.int32)[0] ^= 1 << 22
-        return gradient
-
-    def building(*args):
-        model = build_model(*args)
-        if rank == which_rank:
-            model.ln_f.register_forward_hook(lambda module, x, out: out.register_hook(flipped) and None)
-        return model
-
-    train.build_model = building
-
-
 def fail_save(number: int, error: Exception, rank: int) -> None:
     """Make one save fail, counted from 0."""
     save, numbers = torch.save, itertools.count()

@@ -21,9 +21,8 @@ from steadygpt.checkpoint import saves
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
 from steadygpt.log.alerts import Alerts
-from steadygpt.machine.digests import Corrupted
-from steadygpt.run import results
-from steadygpt.run.capture import Capture
+from steadygpt.machine.parallel import Corrupted
+from steadygpt.run import capture, results
 
 SECRET = "/services/T0/B0/secret"
 
@@ -247,10 +246,10 @@ def a_disk_that_fails_once(monkeypatch) -> None:
 
 
 def replicas_that_differ(monkeypatch) -> None:
-    def differ(capture):
-        raise Corrupted("rank 1: wte.weight not as on other ranks")
+    def differ(*_):
+        raise Corrupted("rank 1: weights not as on other ranks")
 
-    monkeypatch.setattr(Capture, "check_replicas", differ)
+    monkeypatch.setattr(capture, "compare_replicas", differ)
 
 
 def losses_that_are_logged_wrongly(monkeypatch) -> None:

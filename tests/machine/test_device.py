@@ -93,7 +93,7 @@ def test_tf32_is_for_training_in_fp32_only(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     for precision in ("bf16", "fp32"):
-        set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"), 1)
+        set_up(TrainConfig(precision=precision, compile="off"), torch.device("cuda"))
     assert chosen == ["high"]
 
 
@@ -104,7 +104,7 @@ def test_deterministic_chooses_deterministic_attention(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(torch._inductor.config, "deterministic", False)
     try:
-        set_up(TrainConfig(deterministic=True, compile="on"), torch.device("cpu"), 1)
+        set_up(TrainConfig(deterministic=True, compile="on"), torch.device("cpu"))
         assert torch._inductor.config.deterministic
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()

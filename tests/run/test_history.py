@@ -93,16 +93,6 @@ def test_a_flag_of_the_first_start_still_overrides_the_preset(tmp_path, monkeypa
     assert (config.mix, config.data_dir) == ("", "three")
 
 
-def test_rows_cannot_change_in_a_deterministic_run():
-    before = start(TrainConfig(deterministic=True, mini_batch_size=6), mini_batch_size=4)
-    for same in ("6", "4"):
-        assert resume_options(before, *parse_args(["--resume", "--mini_batch_size", same]))[2] == []
-    with pytest.raises(
-        UserError, match="--mini_batch_size is 2, but the checkpoint was trained with 4; drop the option"
-    ):
-        resume_options(before, *parse_args(["--resume", "--mini_batch_size", "2"]))
-
-
 def test_launch_options_are_not_taken_from_the_checkpoint():
     launch = TrainConfig(config="quickstart", dry_run=True, checkpoint_dir="there", resume="best", run_name="a")
     assert resume_options(start(launch), TrainConfig(), {}) == (TrainConfig(), {}, [])
