@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, reference_model, run_here, weights_content
+from conftest import TINY, reference_model, run_here
+from ground import metrics, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file

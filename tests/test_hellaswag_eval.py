@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import evaluations, metrics, run_here, scalars, weights_content
+from conftest import run_here, scalars
+from ground import evaluations, metrics, weights_content
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import TINY, load, metrics, run_here, weights_content, write_data, write_shard
+from conftest import TINY, load, run_here, write_data, write_shard
+from ground import metrics, weights_content
 from test_tokenizer_json import byte_tokenizer
 
 import train

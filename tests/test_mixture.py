@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, evaluations, load, metrics, scalars, write_data
+from conftest import TINY, load, scalars, write_data
+from ground import evaluations, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,7 +13,8 @@ import monitor_training
 import numpy as np
 import pip_progress
 import pytest
-from conftest import REPO, TINY, load, need_gpus, options_in, write_data
+from conftest import REPO, TINY, load, need_gpus, write_data
+from ground import options_in
 from harness import run_to_end
 
 import prepare_dataset

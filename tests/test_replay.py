@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MODERN, TINY, fork, in_ranks, load, metrics, need_gpus, run_here, write_data
+from conftest import MODERN, TINY, fork, in_ranks, load, need_gpus, run_here, write_data
+from ground import acting_here, metrics
 from harness import run_program
-from injected import acting_here, do_in_step
+from injected import do_in_step
 
 import replay
 import train

@@ -10,21 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import (
-    MODERN,
-    TINY,
-    assert_same_state,
-    command,
-    environment,
-    evaluations,
-    folders,
-    in_ranks,
-    load,
-    metrics,
-    need_gpus,
-    options_in,
-    run_here,
-)
+from conftest import MODERN, TINY, command, environment, folders, in_ranks, load, need_gpus, run_here
+from ground import assert_same_state, evaluations, metrics, options_in
 from harness import Run, run_to_end
 from injected import do_in_step, signal_at
 

@@ -11,20 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    FSDP,
-    MODERN,
-    built,
-    evaluations,
-    folders,
-    in_ranks,
-    load,
-    metrics,
-    run_here,
-    scalars,
-    write_data,
-    write_examples,
-)
+from conftest import FSDP, MODERN, folders, in_ranks, load, run_here, scalars, write_data, write_examples
+from ground import built, evaluations, metrics
 
 import train
 from evaluation import Evaluation

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import load, run_content, run_here
+from conftest import load, run_here
+from ground import run_content
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import fail_reads

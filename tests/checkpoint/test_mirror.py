@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import REPO, assert_same_state, evaluations, load, metrics, run_content, run_here
+from conftest import REPO, load, run_here
+from ground import assert_same_state, evaluations, metrics, run_content, write_checkpoint
 from injected import signal_at
 from stories import tell, uploaded
-from test_files import damage, write_checkpoint
+from test_files import damage
 
 import train
 from steadygpt.base.options import UserError

@@ -17,10 +17,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MODERN, alerts_of, in_ranks, load, run_content, run_here
+from conftest import MODERN, in_ranks, load, run_here
+from ground import run_content, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_files import damage, names, write_checkpoint
+from test_files import damage, names
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
@@ -345,9 +346,9 @@ def test_without_timed_saves_ten_failed_ones_stop_the_run(run, monkeypatch):
         run.stop.check()
 
 
-def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, monkeypatch, capsys):
-    alerts = alerts_of(monkeypatch)
-    monkeypatch.setattr(torch, "save", no_space)
+def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, inject, capsys):
+    alerts = inject.alerts_of_runs()
+    inject.around_write(no_space)
     assert run_here("--checkpoint_freq", "1", "--max_steps", "1000") == 1
     assert [event for event, _ in alerts] == ["started", "save failed", "failed"]
     out, err = capsys.readouterr()

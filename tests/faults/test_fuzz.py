@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPO, TINY, run_here, weights_content, write_data
+from conftest import REPO, TINY, run_here, write_data
+from ground import weights_content
 from rich.console import Console
 
 import prepare_dataset

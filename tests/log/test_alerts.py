@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, load, run_here
-from injected import acting_here, bad_numbers, signal_at
+from ground import acting_here
+from injected import bad_numbers, signal_at
 
 import train
 from steadygpt.base.options import UserError

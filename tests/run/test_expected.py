@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from conftest import folders, load, metrics, run_here
+from conftest import folders, load, run_here
+from ground import metrics
 from hypothesis import given
 from hypothesis import strategies as st
 

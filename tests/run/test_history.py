@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from conftest import run_content
+from ground import run_content
 from test_config import parse
 
 from steadygpt.base.options import UserError

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import upload_manager
-from conftest import folders, load, metrics, options_in, run_here, scalars
-from stories import launches, tell
+from conftest import folders, load, run_here, scalars
+from ground import launches, metrics, options_in
+from stories import tell
 
 import train
 from steadygpt.base.options import UserError
