@@ -366,7 +366,10 @@ def status_of(folder) -> dict:
     return json.loads(Path(folder, "status.json").read_text())
 
 
-def evaluations(folder) -> dict[int, dict[str, float]]:
+Scores = dict[int, dict[str, float]]  # step -> name -> score
+
+
+def evaluations(folder) -> Scores:
     """Return step -> scores of the steps that led to the latest checkpoint of a run."""
     return scores_of_run(read_evaluations(Path(folder)), load(Path(folder, files.LATEST))["launches"])
 
@@ -381,9 +384,15 @@ SCORE_FILES = {EVALUATIONS}  # files of a run that hold scores, besides metrics.
 CALLS_OF_SCORES = [f"fsync .{EVALUATIONS}.tmp", f"replace .{EVALUATIONS}.tmp {EVALUATIONS}", "fsync reference"]
 
 
-def write_scores(folder, scores: dict[int, dict[str, float]]) -> None:
-    """Record the scores of steps of the run that run_content() describes, whose files are there, and of none else."""
-    Path(folder, EVALUATIONS).write_text(json.dumps({"0" * 16: scores}))
+def write_scores(
+    folder, scores: dict[int, dict[str, float]], undone: dict[int, dict[str, float]] | None = None
+) -> None:
+    """Record the scores of steps of the run of run_content(), whose files are there.
+
+    Args:
+        undone: scores of steps with other weights, whose files are not there any more.
+    """
+    Path(folder, EVALUATIONS).write_text(json.dumps({"0" * 16: scores, "1" * 16: undone or {}}))
 
 
 def forget_scores(folder, name: str) -> None:
@@ -419,12 +428,25 @@ def options_in(path) -> TrainConfig:
 
 def asked_in(path) -> dict[str, Any]:
     """Return the options of the last launch as they were asked for."""
-    return load(path)["launches"][-1]["options"]
+    return options_of(load(path))
 
 
 def phase_in(path) -> Phase:
     """Return the phase of a run's mixture: number, first_row, shares and given, by identity."""
     return phase_of(load(path)["launches"])
+
+
+def next_phase(before: Phase | None, row: int, shares: dict[str, int], given: dict[str, int]) -> Phase:
+    """Return the phase of a launch at a row, with these shares of the sources; without one before, the first.
+
+    Args:
+        given: identity -> rows that were used before this launch.
+    """
+    start = {"row": row, "shares": shares, "given": dict.fromkeys(shares, 0) | given}
+    if not before:
+        return phase_of([start])
+    starts = [{"row": before.first_row, "shares": before.shares, "given": before.given}, start]
+    return replace(phase_of(starts), number=phase_of(starts).number + before.number)
 
 
 def rows_given_in(path) -> dict[str, int]:
@@ -493,6 +515,17 @@ def run_content(step: int, **more) -> dict:
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more
+
+
+def launch_of(config: TrainConfig, **decisions):
+    """Return a launch that was asked for these options, and decided others, in the record of a checkpoint."""
+    [launch] = with_options(run_content(3), **{name: getattr(config, name) for name in STORED})["launches"]
+    return launch | {"decisions": decisions}
+
+
+def options_of(content: dict) -> dict[str, Any]:
+    """Return the options of the last launch in a checkpoint's content as they were asked for."""
+    return content["launches"][-1]["options"]
 
 
 def is_of_a_run(content: dict) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, reference_model, run_here
-from ground import metrics, weights_content
+from ground import is_of_a_run, metrics, options_of, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -377,7 +377,7 @@ def test_the_command_exports_and_imports(workdir, capsys):
     assert convert_hf.main(["latest", "latest.pt"]) == convert_hf.main(["checkpoints", "folder.pt"]) == 0
     assert_same_weights(read_weights("folder.pt"), back)
     weights = torch.load("latest.pt")
-    assert weights["optimizer"] == {} and weights["launches"] == []
+    assert weights["optimizer"] == {} and not is_of_a_run(weights)
     assert_same_weights(trained, weights)
     for converted in ("back.pt", "latest.pt"):
         with pytest.raises(UserError, match="--init_from"):
@@ -434,7 +434,7 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     assert "weights      from model" in capsys.readouterr().out
     tuned = find_checkpoint("latest", Path("checkpoints")).checkpoint
     assert (tuned["model_config"]["num_layers"], tuned["model_config"]["intermediate_size"]) == (1, 100)
-    options = tuned["launches"][-1]["options"]
+    options = options_of(tuned)
     assert (options["activation"], options["context_length"]) == ("gelu", 16)
     assert torch.equal(tuned["model"]["wpe.weight"], model.transformer.wpe.weight[:16])
     tokens = torch.randint(0, 257, (2, 16))

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import pickle
 import re
@@ -16,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import load, run_here
-from ground import run_content
+from conftest import run_here
+from ground import alter, heads, is_of_a_run, latest, run_content, write_checkpoint, write_scores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import fail_reads
@@ -28,14 +27,6 @@ from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files, table
 from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors, find_checkpoint, open_checkpoint
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
-
-
-def write_checkpoint(folder, step: int, name: str, *other_names: str, **more) -> None:
-    """Write the checkpoint of a step under all these names, with a date that is older the later the step."""
-    torch.save(run_content(step, **more), folder / name)
-    os.utime(folder / name, ns=(0, 10**18 - step * 10**9))
-    for other in other_names:
-        os.link(folder / name, folder / other)
 
 
 def damage(path, how: str) -> None:
@@ -105,15 +96,15 @@ def test_a_run_whose_clock_is_centuries_ahead_is_listed_and_resumed(workdir, mon
     _, *lines, _ = checkpoint_table(Path("checkpoints"))
     assert [line.split()[-1] for line in lines] == ["complete"] * 4
     assert run_here("--resume", "latest", "--max_steps", "10") == 0
-    newest = files.scan(Path("checkpoints"))[0]
-    assert (newest.path.name, newest.head.step) == ("latest.pt", 10)
+    assert heads("checkpoints")[0] == ("latest.pt", 10)
 
 
 def test_a_time_that_only_a_made_file_has_ends_no_run(workdir):
     assert run_here() == 0
-    checkpoint = load("checkpoints/latest.pt")
+    content = Path("checkpoints/latest.pt").read_bytes()
     for saved_at in (2.0**40, 2.0**40 + 1, 2.0**41):
-        torch.save(checkpoint | {"saved_at": saved_at}, "checkpoints/latest.pt")
+        Path("checkpoints/latest.pt").write_bytes(content)
+        alter("checkpoints/latest.pt", saved_at=saved_at)
         assert run_here("--resume", "latest", "--max_steps", "9") == 0
 
 
@@ -127,8 +118,8 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt", val_loss=3.0)
     os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
-    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}, "40": {"core": -0.25}}
-    (tmp_path / "evaluations.json").write_text(json.dumps({"0" * 16: evaluations, "1" * 16: {"10": {"val_loss": 9.0}}}))
+    scores = {20: {"val_loss": 3.5, "val_bpb": 1.25}, 30: {"val_loss": 3.0}, 40: {"core": -0.25}}
+    write_scores(tmp_path, scores, undone={10: {"val_loss": 9.0}})
     head, *lines, last = checkpoint_table(tmp_path)
     assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "CORE", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
@@ -192,7 +183,6 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     more = {
         "lr": 0.002,
         "elapsed_s": 4.0,
-        "digests": {"other": 1},
         "tokenizer_json": "{}",
         "optimizer": {"weight": {"exp_avg": torch.zeros(1000)}},
     }
@@ -205,13 +195,13 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     for path in tmp_path.iterdir():
         path.unlink()
     later, last, _, name, *details, weights, optimizer = printed
-    assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact, digest \d+", lines[1])
+    assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact", lines[1])
     assert later.startswith(ROLLING.format(10)) and "  no such checkpoint; " in later
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
     assert "system_metrics_s 10.0, sharding ddp, " in text and "tokenizer_json" not in text
-    assert re.search(r"digest \d+ last launch id 0000", text)
+    assert " id 0000" in text
     assert (weights, optimizer) == ("          1 x weight (1000,)", "  optimizer  exp_avg")
 
 
@@ -226,11 +216,10 @@ def test_the_verbose_table_shows_the_content_of_the_newest_file_only(tmp_path):
 def listed_folder(tmp_path_factory) -> Path:
     """Return a folder with long names, a long path and a damaged file."""
     folder = tmp_path_factory.mktemp("a-folder-with-a-name-of-more-than-forty-columns")
-    write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3, digests={"weight": 7})
+    write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3)
     write_checkpoint(folder, 123_457, "latest.pt")
     damage(folder / "latest.pt", "truncated")
-    scores = {"val_loss": 3.5, "val_bpb": 1.25, "core": -0.125}
-    (folder / "evaluations.json").write_text(json.dumps({"0" * 16: {"123456": scores}}))
+    write_scores(folder, {123_456: {"val_loss": 3.5, "val_bpb": 1.25, "core": -0.125}})
     return folder
 
 
@@ -270,10 +259,9 @@ def test_the_date_of_a_file_decides_nothing(tmp_path):
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     os.rename(tmp_path / ROLLING.format(40), tmp_path / "latest.pt")
     shutil.copy(tmp_path / "latest.pt", tmp_path / ROLLING.format(40))
-    newest_first = [ROLLING.format(60), "latest.pt", ROLLING.format(40), ROLLING.format(20)]
-    assert [file.path.name for file in files.scan(tmp_path)] == newest_first
-    assert [file.head.step for file in files.scan(tmp_path)] == [60, 40, 40, 20]
-    assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 60
+    newest_first = [(ROLLING.format(60), 60), ("latest.pt", 40), (ROLLING.format(40), 40), (ROLLING.format(20), 20)]
+    assert heads(tmp_path) == newest_first
+    assert latest(tmp_path)["step"] == 60
     intact = [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))]
     assert intact == [ROLLING.format(60), "latest.pt", ROLLING.format(20)]
 
@@ -283,7 +271,7 @@ def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_othe
         write_checkpoint(tmp_path, step, name)
     damage(tmp_path / ROLLING.format(20), "truncated")
     expected = ["latest.pt", ROLLING.format(20), ROLLING.format(40)]
-    assert [file.path.name for file in files.scan(tmp_path)] == expected
+    assert heads(tmp_path) == [("latest.pt", 60), (ROLLING.format(20), None), (ROLLING.format(40), 40)]
     damage(tmp_path / "latest.pt", "one bit")
     found = find_checkpoint("latest", tmp_path)
     assert found.checkpoint["step"] == 40
@@ -318,7 +306,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     assert str(path) == f"{tmp_path}/average:3"
     assert torch.equal(found["model"]["wte.weight"], mean(20, 30, 40))
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
-    assert found["step"] == 40 and not found["optimizer"] and not found["launches"]
+    assert found["step"] == 40 and not found["optimizer"] and not is_of_a_run(found)
     assert capsys.readouterr().err == ""
 
     damage(tmp_path / ROLLING.format(30), "one bit")
@@ -347,16 +335,14 @@ def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier
 @pytest.mark.parametrize(("number", "end"), [(errno.EACCES, True), (errno.ESTALE, True), (errno.EIO, False)],
     ids=["list of contents, whose error zipfile hides", "the same on a network", "a record"],
 )  # fmt: skip
-def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, monkeypatch, number, end):
+def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, inject, number, end):
     write_checkpoint(tmp_path, 30, "latest.pt")
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    monkeypatch.setattr(files, "open_to_read", files.open_to_read)  # so that it is restored
     fail_reads("latest.pt", number, end, rank=0)
-    advice = "fix the disk or the permissions, or give an older file"
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):
         with pytest.raises(Unreadable) as raised:
             find_checkpoint(which, tmp_path)
-        assert str(raised.value) == f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); {advice}"
+        assert str(raised.value).startswith(f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); ")
     _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
     assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
     assert backup.endswith("intact")

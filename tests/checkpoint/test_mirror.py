@@ -8,24 +8,33 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from conftest import REPO, load, run_here
-from ground import assert_same_state, evaluations, metrics, run_content, write_checkpoint
+from ground import (
+    acting_here,
+    assert_same_state,
+    evaluations,
+    in_place_of_training,
+    metrics,
+    run_content,
+    write_checkpoint,
+    writer_of,
+)
 from injected import signal_at
 from stories import tell, uploaded
 from test_files import damage
 
-import train
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint import uploads
 from steadygpt.checkpoint.files import ROLLING, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
-from steadygpt.checkpoint.saves import CheckpointWriter, Saves
+from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 
@@ -55,8 +64,7 @@ class Saver:
         self.config = TrainConfig(**own | options)
         self.log = Mock()
         folder.mkdir(exist_ok=True)
-        uploads = Uploads(self.mirror, self.config, self.log)
-        self.writer = CheckpointWriter(self.config, run_content(0)["launches"], self.log, uploads)
+        self.writer = writer_of(self.config, self.log, self.mirror)
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(step, run_content(step), list(tiers))
@@ -329,12 +337,10 @@ def resumed(capsys) -> str:
 
 
 @pytest.mark.parametrize("where", ["url", pytest.param("s3_url", marks=storm), pytest.param("gcs_url", marks=storm)])
-def test_lost_machine_loses_nothing(where, request, monkeypatch, capsys):
+def test_lost_machine_loses_nothing(where, request, capsys):
     url = request.getfixturevalue(where)
     tell(f"start reference {FLAGS}")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", train.train_step)  # so that it is restored
-        signal_at(6, rank=0)
+    with acting_here(partial(signal_at, 6)):
         tell(FIRST)
     tell(f"start two {FLAGS} --resume latest --mirror $URL")
     assert resumed(capsys) == f"resumed      from two/latest.pt (restored from {url}) at step 6"
@@ -378,11 +384,14 @@ def test_upload_all_does_not_replace_what_is_newer(older, url):
     assert {path: path.read_bytes() for path in Path("there").rglob("*.*") if path.is_file()} == before
 
 
+def end_before_the_first_save(rank: int) -> None:
+    in_place_of_training(sys.exit)
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(url, capsys, monkeypatch, is_heard):
     tell(FIRST)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
+    with monkeypatch.context() as patch, acting_here(end_before_the_first_save), pytest.raises(SystemExit):
         if not is_heard:
             patch.setattr(Uploads, "start", lambda *_, **__: None)
         tell("train --resume one/rolling_step_000004.pt")

@@ -24,7 +24,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TINY, run_here, write_data
-from ground import weights_content
+from ground import is_of_a_run, options_in, weights_content
 from rich.console import Console
 
 import prepare_dataset
@@ -34,7 +34,7 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import as_checkpoint, check_tensors, config_of, named_tensors, read_checkpoint
+from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
@@ -231,7 +231,7 @@ def files(tmp_path_factory):
 
 def settled() -> TrainConfig:
     """Return the configuration of the run in checkpoints/."""
-    return replace(config_of(read_checkpoint(Path("checkpoints/latest.pt"))["launches"][-1]), expect="prediction.json")
+    return replace(options_in("checkpoints/latest.pt"), expect="prediction.json")
 
 
 def see_prediction() -> None:
@@ -342,7 +342,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
     def use(content: dict) -> None:
         checkpoint = as_checkpoint(content, Path("latest.pt"))
         assert [*details(checkpoint)]
-        if not checkpoint["launches"]:
+        if not is_of_a_run(checkpoint):
             raise UserError("converted weights")  # as history.py says it
         options, _, _ = resume_options(checkpoint["launches"][-1], config, {})
         judge(

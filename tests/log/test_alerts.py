@@ -1,5 +1,6 @@
 """Alerts received by a real HTTP server on this machine."""
 
+import itertools
 import json
 import re
 import shutil
@@ -13,14 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, load, run_here
-from ground import acting_here
-from injected import bad_numbers, signal_at
+from conftest import REPO, run_here
+from ground import acting_here, change_grad_norm, options_in
+from injected import bad_numbers, fail_save, signal_at
 
-import train
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint import saves
-from steadygpt.checkpoint.files import config_of
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
 from steadygpt.log.alerts import Alerts
@@ -205,15 +203,13 @@ def test_the_url_of_a_webhook_is_accepted():
 # whole runs
 
 
-def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, monkeypatch):
-    clip, calls = torch.nn.utils.clip_grad_norm_, []
+def nan_norms_from_step_2(rank: int) -> None:
+    steps = itertools.count()
+    change_grad_norm(lambda norm: norm if next(steps) < 2 else torch.tensor(float("nan")))
 
-    def nan_from_the_third_step(*arguments):
-        calls.append(clip(*arguments))
-        return torch.tensor(float("nan")) if len(calls) >= 3 else calls[-1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train.nn.utils, "clip_grad_norm_", nan_from_the_third_step)
+def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys):
+    with acting_here(nan_norms_from_step_2):
         assert run_here("--alert_url", webhook.url, "--use_tensorboard") == 1
     assert run_here("--alert_url", webhook.url, "--resume", "latest", "--use_tensorboard") == 0
     started, bad_steps, failed, resumed, differs, finished = webhook.texts()
@@ -238,18 +234,6 @@ def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys)
 # each event of docs/monitoring.md
 
 
-def a_disk_that_fails_once(monkeypatch) -> None:
-    write = saves.write_temporary
-    failures = iter([OSError(28, "No space left on device")])
-
-    def failing(path, *args, **options):
-        for error in failures:
-            raise error
-        return write(path, *args, **options)
-
-    monkeypatch.setattr(saves, "write_temporary", failing)
-
-
 def replicas_that_differ(monkeypatch) -> None:
     def differ(capture):
         raise Corrupted("rank 1: wte.weight not as on other ranks")
@@ -263,7 +247,7 @@ def losses_that_are_logged_wrongly(monkeypatch) -> None:
 
 
 def validations_far_from(monkeypatch) -> None:
-    config = config_of(load("checkpoints/latest.pt")["launches"][-1])
+    config = options_in("checkpoints/latest.pt")
     Path("prediction.json").write_text(json.dumps(Prediction(compared_options(config), [(1, 1.0)])._asdict()))
     shutil.rmtree("checkpoints")
 
@@ -282,7 +266,7 @@ EVENTS = {
     "bad steps": ((), (partial(bad_numbers, [3], "nan loss", 0),), None, False),
     "spike": ((), (partial(bad_numbers, [6], "large loss", 0),), short_windows, False),
     "off course": (("--eval_freq", "1", "--expect", "prediction.json"), (), validations_far_from, True),
-    "save failed": ((), (), a_disk_that_fails_once, False),
+    "save failed": ((), (partial(fail_save, 0, OSError(28, "No space left on device")),), None, False),
     "corruption": ((), (), replicas_that_differ, False),
     "resume differs": (("--resume", "checkpoints/rolling_step_000002.pt"), (), losses_that_are_logged_wrongly, True),
 }
