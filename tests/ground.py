@@ -432,7 +432,7 @@ def asked_in(path) -> dict[str, Any]:
 
 
 def phase_in(path) -> Phase:
-    """Return the phase of a run's mixture: number, first_row, shares and given, by identity."""
+    """Return the phase of a run's mixture: number, first_row, shares and rows_used_before, by identity."""
     return phase_of(load(path)["launches"])
 
 
@@ -445,7 +445,7 @@ def next_phase(before: Phase | None, row: int, shares: dict[str, int], given: di
     start = {"row": row, "shares": shares, "given": dict.fromkeys(shares, 0) | given}
     if not before:
         return phase_of([start])
-    starts = [{"row": before.first_row, "shares": before.shares, "given": before.given}, start]
+    starts = [{"row": before.first_row, "shares": before.shares, "given": before.rows_used_before}, start]
     return replace(phase_of(starts), number=phase_of(starts).number + before.number)
 
 
@@ -464,9 +464,19 @@ def heads(folder) -> list[tuple[str, int | None]]:
     return [(file.path.name, file.head.step if file.head else None) for file in files.scan(Path(folder))]
 
 
+def found(which: str, folder) -> files.Found:
+    """Return the checkpoint of --resume `which`: path, checkpoint, and damaged, a line for each skipped path."""
+    return files.find_checkpoint(which, Path(folder))
+
+
+def opened(which: str, folder) -> tuple[Path, dict]:
+    """Return the path and the content of the checkpoint that a command names: also "average:N"."""
+    return files.open_checkpoint(which, Path(folder))
+
+
 def latest(folder) -> dict:
     """Return the content of the newest intact checkpoint of a folder."""
-    return files.find_checkpoint("latest", Path(folder)).checkpoint
+    return found("latest", folder).checkpoint
 
 
 def verified(path) -> dict:

@@ -199,7 +199,7 @@ def test_a_mixture_changes_only_on_request_and_each_source_continues(sources, ca
     assert [*sources_in(LATEST)] == ["code", "math"]
     phase = phase_in(LATEST)
     assert (phase.number, phase.first_row) == (1, 16)
-    assert phase.given[web] + phase.given[code] == 16
+    assert phase.rows_used_before[web] + phase.rows_used_before[code] == 16
     assert phase == second_phase  # web is dropped, and kept in mind
     assert asked_in(LATEST)["max_steps"] == 8
 

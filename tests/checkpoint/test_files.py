@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_here
-from ground import alter, heads, is_of_a_run, latest, run_content, write_checkpoint, write_scores
+from ground import (
+    alter,
+    found,
+    heads,
+    is_of_a_run,
+    latest,
+    opened,
+    run_content,
+    verified,
+    write_checkpoint,
+    write_scores,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import fail_reads
@@ -25,7 +36,7 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files, table
-from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors, find_checkpoint, open_checkpoint
+from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
 
@@ -61,7 +72,7 @@ def test_what_stands_for_far_more_than_its_bytes_is_not_read(tmp_path, content, 
     with zipfile.ZipFile(tmp_path / "latest.pt", "w", how) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
     tracemalloc.start()
-    for read in (files.read_head, files.read_checkpoint):
+    for read in (files.read_head, verified):
         with pytest.raises(
             UserError, match=r"corrupt \(archive/data\.pkl (is compressed|has more than 4,194,304 cont)"
         ):
@@ -81,7 +92,7 @@ def test_a_few_bytes_of_a_file_cannot_take_all_time(tmp_path, width, depth):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}" + tuples + key + b"K\x01s.")
     begun_s = time.process_time()
-    for read in (files.read_head, files.read_checkpoint):
+    for read in (files.read_head, verified):
         with pytest.raises(UserError, match=r"latest\.pt: "):
             read(tmp_path / "latest.pt")
     assert time.process_time() - begun_s < 10  # of 2**60 additions
@@ -143,7 +154,7 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
     _, row, _ = capsys.readouterr().out.splitlines()
     assert row.startswith("rolling_step_\\x1b[2J\\n.pt ")
     with pytest.raises(UserError):
-        open_checkpoint("average:1", tmp_path)
+        opened("average:1", tmp_path)
     assert "/rolling_step_\\x1b[2J\\n.pt: corrupt" in capsys.readouterr().err
 
 
@@ -273,10 +284,10 @@ def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_othe
     expected = ["latest.pt", ROLLING.format(20), ROLLING.format(40)]
     assert heads(tmp_path) == [("latest.pt", 60), (ROLLING.format(20), None), (ROLLING.format(40), 40)]
     damage(tmp_path / "latest.pt", "one bit")
-    found = find_checkpoint("latest", tmp_path)
-    assert found.checkpoint["step"] == 40
-    assert [path.name for path in found.damaged] == expected[:2]
-    assert [re.split(", |: ", line)[0] for line in found.damaged.values()] == [*map(str, found.damaged)]
+    chosen = found("latest", tmp_path)
+    assert chosen.checkpoint["step"] == 40
+    assert [path.name for path in chosen.damaged] == expected[:2]
+    assert [re.split(", |: ", line)[0] for line in chosen.damaged.values()] == [*map(str, chosen.damaged)]
 
 
 @pytest.mark.parametrize("which", ["latest", "auto"])
@@ -287,7 +298,7 @@ def test_a_folder_in_which_all_files_are_damaged_is_refused(tmp_path, which, how
         write_checkpoint(tmp_path, 10, name)
         damage(tmp_path / name, how)
     with pytest.raises(UserError, match=f"^{tmp_path}: all checkpoints are corrupt: ") as refused:
-        find_checkpoint(which, tmp_path)
+        found(which, tmp_path)
     assert all(name in str(refused.value) for name in there)
 
 
@@ -302,7 +313,7 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     def mean(*steps: int) -> torch.Tensor:
         return (sum(weights[step].double() for step in steps) / len(steps)).float()
 
-    path, found = open_checkpoint("average:3", tmp_path)
+    path, found = opened("average:3", tmp_path)
     assert str(path) == f"{tmp_path}/average:3"
     assert torch.equal(found["model"]["wte.weight"], mean(20, 30, 40))
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
@@ -310,13 +321,13 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     assert capsys.readouterr().err == ""
 
     damage(tmp_path / ROLLING.format(30), "one bit")
-    _, found = open_checkpoint("average:3", tmp_path)
+    _, found = opened("average:3", tmp_path)
     assert torch.equal(found["model"]["wte.weight"], mean(10, 20, 40))
     assert "rolling_step_000030.pt: corrupt" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"average:4: found 3 intact rolling checkpoints .*, expected 4; "):
-        open_checkpoint("average:4", tmp_path)
+        opened("average:4", tmp_path)
     with pytest.raises(UserError, match="found 0 intact"):
-        open_checkpoint("average:4", tmp_path / "elsewhere")
+        opened("average:4", tmp_path / "elsewhere")
 
 
 def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path):
@@ -341,7 +352,7 @@ def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, inj
     fail_reads("latest.pt", number, end, rank=0)
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):
         with pytest.raises(Unreadable) as raised:
-            find_checkpoint(which, tmp_path)
+            found(which, tmp_path)
         assert str(raised.value).startswith(f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); ")
     _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
     assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
@@ -356,7 +367,7 @@ def test_what_is_no_file_is_neither_skipped_nor_waited_for(tmp_path, make, probl
     make(tmp_path / "latest.pt")
     if make is Path.mkdir:
         write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    for read in (files.read_checkpoint, lambda path: find_checkpoint("latest", path.parent)):
+    for read in (verified, lambda path: found("latest", path.parent)):
         with pytest.raises(UserError, match=problem):
             read(tmp_path / "latest.pt")
 
@@ -392,9 +403,9 @@ INFINITE, GAPS = "has a NaN or an infinite number", "is not a tensor of fp32 num
 def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, problem):
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
     write_checkpoint(tmp_path, 30, "latest.pt", **change)
-    found = find_checkpoint("latest", tmp_path)
-    [(path, line)] = found.damaged.items()
-    assert (found.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
+    chosen = found("latest", tmp_path)
+    [(path, line)] = chosen.damaged.items()
+    assert (chosen.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
     assert line.startswith(f"{path}, step 30: {problem if 'expected' in problem else f'corrupt ({problem})'}")
 
 
@@ -428,7 +439,7 @@ def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, 
     else:
         torch.save(content, file)
     with pytest.raises(UserError, match=f"^{re.escape(f'{file}: {problem}')}"):
-        find_checkpoint(file, tmp_path)
+        found(file, tmp_path)
     assert names(tmp_path) == [file]
 
 

@@ -22,6 +22,7 @@ from ground import (
     in_place_of_training,
     metrics,
     run_content,
+    verified,
     write_checkpoint,
     writer_of,
 )
@@ -32,7 +33,7 @@ from test_files import damage
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint import uploads
-from steadygpt.checkpoint.files import ROLLING, read_checkpoint
+from steadygpt.checkpoint.files import ROLLING
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
 from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.uploads import Uploads
@@ -159,7 +160,7 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
     assert is_uploading.wait(20)
     for step in range(2, 7):
         saver.roll(step)
-    assert read_checkpoint(saver.folder / "latest.pt")["step"] == 6
+    assert verified(saver.folder / "latest.pt")["step"] == 6
     corrupt = saver.folder / ROLLING.format(4)
     damage(corrupt, "one bit")
     may_upload.set()
@@ -367,7 +368,7 @@ def test_newer_one_of_folder_and_mirror_wins(older, url, capsys):
     with pytest.raises(UserError, match="kB needed, 5 bytes free"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
         tell("resume one")  # does not fall back to an older checkpoint
-    assert read_checkpoint(Path("one/latest.pt"))["step"] == 4
+    assert verified("one/latest.pt")["step"] == 4
     tell(f"resume one {FLAGS} --max_steps 8")
     assert resumed(capsys).endswith("at step 6")
     assert load("one/latest_backup.pt")["step"] == 6
@@ -462,7 +463,7 @@ def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(url, c
     assert kept.read_bytes() == damaged
     assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
     assert {path.name.partition(".skipped-")[0] for path in latest.parent.glob("*.skipped-*")} == names
-    assert read_checkpoint(latest)["step"] == 9
+    assert verified(latest)["step"] == 9
 
 
 def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(url):

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MODERN, in_ranks, load, run_here
+from ground import verified
 
 from model import GPT, GPTConfig
 from optim import make_optimizer
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import named_tensors, read_checkpoint
+from steadygpt.checkpoint.files import named_tensors
 from steadygpt.config import TrainConfig
 from steadygpt.machine.digests import Corrupted, compare_replicas
 from steadygpt.machine.ranks import Ranks, joined
@@ -82,6 +83,6 @@ def test_random_flips_in_files_with_valid_checksums_are_found(workdir, record_pr
             torch.save(content, FLIPPED)
             if not is_back:
                 with pytest.raises(UserError, match=re.escape(f"corrupt ({name} ")):
-                    read_checkpoint(FLIPPED)
-    assert read_checkpoint(FLIPPED)["step"] == 4
+                    verified(FLIPPED)
+    assert verified(FLIPPED)["step"] == 4
     record_property("bits in files", FLIPS)
