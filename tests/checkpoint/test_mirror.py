@@ -242,16 +242,16 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
 
 def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s3, tmp_path):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
-    for step, content in ((1, "{}"), (2, "{}"), (3, "{ }")):
+    for step, content in ((1, "1\n"), (2, "1\n"), (3, "1\n2\n")):
         if step != 2:
-            (tmp_path / "here/evaluations.json").write_text(content)
+            (tmp_path / "here/log.txt").write_text(content)
         saver.roll(step)
         saver.uploaded()
     written = [line.split("/run/")[1] for line, _ in s3.log if line.startswith("PUT ")]
     kinds = [re.split("[-? ]", name)[0] for name in written]
-    expected = "index.json step_000001 evaluations.json index.json step_000002 index.json step_000003 evaluations.json"
+    expected = "index.json step_000001 log.txt index.json step_000002 index.json step_000003 log.txt"
     assert kinds == [*expected.split(), "index.json"]
-    assert saver.mirror.read("evaluations.json") == b"{ }"
+    assert saver.mirror.read("log.txt") == b"1\n2\n"
 
 
 ENTRY = {"file": "step_000001-1795329120.123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}

@@ -317,6 +317,15 @@ def test_a_signal_that_comes_during_a_save_stops_the_run(workdir, inject, number
     assert 3 <= load("checkpoints/latest.pt")["step"] < 300
 
 
+def test_a_step_is_captured_once_for_all_its_names(workdir, inject):
+    captured = []
+    inject.change_captured(lambda content: captured.append(content["step"]) or content)
+    assert run_here("--checkpoint_freq", "4", "--steps_per_epoch", "4", "--eval_freq", "4") == 0
+    assert captured == [4, 8]
+    names = {"latest.pt", "rolling_step_000008.pt", "epoch_00002.pt", "best_model.pt"}
+    assert all(steps("checkpoints")[name] == 8 for name in names)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # runs that cannot save, and launches that may not
 
