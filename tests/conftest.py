@@ -1,18 +1,15 @@
 """Shared helpers: shards with 257 token ids, a model of a few thousand parameters, train.py as a user starts it."""
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
-import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from unittest.mock import patch
 
 from standin import StandIn
 from stores import gcs, s3, store  # noqa: F401 (fixtures)
@@ -26,15 +23,7 @@ import torch
 from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.durable import sha256_of
-from steadygpt.checkpoint.evaluations import read_evaluations, scores_of_run
-from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN, config_of
-from steadygpt.config import STORED, GPTConfig, TrainConfig
-from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.data.shards import Shard
-from steadygpt.log.metrics import METRICS, read_records
-from steadygpt.log.runlog import RunLog
-from steadygpt.machine.ranks import Ranks
-from steadygpt.run import memory
 
 # TensorBoard reads the files of one second in the order of their names, in which 10 comes before 9. Only tests start
 # and resume a run in one process and second.
@@ -111,6 +100,10 @@ def pytest_configure(config) -> None:
     TINY[:] = tiny_flags(device)  # before the tests import it
 
 
+def pytest_sessionstart() -> None:
+    import ground  # noqa: F401 (which imports what reads the environment, and changes how runs count their memory)
+
+
 def need_gpus(count: int) -> None:
     """Skip a test that needs more GPUs than there are; processes on a CPU can share it."""
     if os.environ[DEVICE] == "cuda" and torch.cuda.device_count() < count:
@@ -135,6 +128,15 @@ def write_data(folder: Path, num_tokens=(200, 700, 500), tokenizer="bytes", voca
     manifest = {"complete": True, "tokenizer": tokenizer, "vocab_size": vocab_size, "shards": entries}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+@pytest.fixture
+def inject():
+    """The module ground, whose faults act on the runs of this process up to the end of the test."""
+    import ground
+
+    with ground.acting_here():
+        yield ground
 
 
 @pytest.fixture
@@ -212,24 +214,6 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
 
 
-def count_once(config, *about, count=memory.micro_step_bytes) -> tuple[int, int]:
-    """Return micro_step_bytes(), which takes twice as long as all else in a run of eight steps.
-
-    It depends on few options. The processes of a test session share what they have counted.
-    """
-    names = "activation_checkpointing compile context_length loss_chunk_size mini_batch_size precision sharding"
-    config = TrainConfig(**{name: getattr(config, name) for name in names.split()})
-    path = Path(os.environ[COUNTED], hashlib.sha256(repr((config, about)).encode()).hexdigest())
-    if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(count(config, *about), file)
-        os.replace(file.name, path)
-    return tuple(json.loads(path.read_text()))
-
-
-memory.micro_step_bytes = count_once
-
-
 def folders(name: str) -> tuple[str, ...]:
     """Return the flags that name the folder of a run."""
     return "--checkpoint_dir", name
@@ -237,31 +221,11 @@ def folders(name: str) -> tuple[str, ...]:
 
 def run_here(*flags: str) -> int:
     """Run train.main in this process, which has already imported torch; return the exit status."""
+    import ground  # noqa: F401
+
     import train
 
     return train.main([*TINY, "--data_dir", "data", *flags])
-
-
-def open_log(config, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
-    """Open the log of a run on rank 0, without the load of the machine; start_step is None for a new run."""
-    Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    log = RunLog(config, ranks or Ranks(torch.device("cpu")))
-    parent = "" if start_step is None else "0" * 16
-    with patch("steadygpt.log.runlog.SystemMetrics"):
-        log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
-    return log
-
-
-def built(*flags: str, ranks: Ranks):
-    """Return a train.Run that writes nothing, because of --dry_run."""
-    import train
-    from steadygpt.config import parse_args
-
-    config, set_by = parse_args([*TINY, *flags, "--dry_run"])
-    with contextlib.ExitStack() as stack:
-        history = train.open_history(config, set_by, ranks, stack)
-        plan = train.settle(history, train.open_data(history, ranks), ranks)
-        return train.build(plan, RunLog(plan.config, ranks), stack)
 
 
 def fork(function: Callable, *args) -> multiprocessing.process.BaseProcess:
@@ -349,69 +313,8 @@ def reference_model(which: str, vocab_size=1000, context_length=64, num_layers=3
     return model
 
 
-def weights_content(model: dict, config: GPTConfig, tokenizer="bytes", step=0) -> dict:
-    """Return a checkpoint of weights only, as convert_hf.py writes it."""
-    return {
-        "format_version": FORMAT_VERSION, "step": step, "rows_consumed": 4 * step, "model": model,
-        "model_config": vars(config), "tokenizer": tokenizer, "tokenizer_sha256": "",
-        "document_token": "<|endoftext|>", "tokenizer_json": "", "tokenizer_files": "", "saved_at": 0.0,
-    } | WITHOUT_RUN  # fmt: skip
-
-
-def run_content(step: int, **more) -> dict:
-    """Return a checkpoint of a run with 4 rows per step and no optimizer; one weight is equal to the step.
-
-    It was saved a second after that of the step before.
-    """
-    options = {name: getattr(TrainConfig(), name) for name in STORED}
-    decisions = {"total_batch_size": 4 * TrainConfig.context_length}
-    start = {
-        "id": "0" * 16, "step": 0, "row": 0, "options": options, "decisions": decisions,
-        "sources": {"data": ("data", "0")}, "val_sets": {},
-        "shares": {"0": BLOCK_ROWS}, "given": {"0": 0}, "ranks": 1, "threads": 1, "device": "cpu", "torch": "2.13.0",
-        "commit": "0",
-    }  # fmt: skip
-    progress = {
-        "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
-        "epoch": step / 10, "launches": [start], "saved_at": 1e9 + step,
-    }  # fmt: skip
-    model = {"weight": torch.full((1000,), float(step))}
-    return weights_content(model, GPTConfig(), step=step) | progress | more
-
-
 def load(path) -> dict:
     return torch.load(path, weights_only=True)
-
-
-def alerts_of(monkeypatch) -> list[tuple[str, str]]:
-    """Return a list that gets each event that a run sends from now on, with its text."""
-    alerts, tell = [], RunLog.tell
-
-    def listening(log, method, *told):
-        if method == "send":
-            alerts.append(told)
-        tell(log, method, *told)
-
-    monkeypatch.setattr(RunLog, "tell", listening)
-    return alerts
-
-
-def options_in(path) -> TrainConfig:
-    """Return the options that the last launch of the run of a checkpoint has trained with."""
-    return config_of(load(path)["launches"][-1])
-
-
-def assert_same_state(one: dict, other: dict) -> None:
-    """Assert that weights, optimizer state and position are bitwise equal."""
-    for key in ("step", "rows_consumed", "best_val_loss"):
-        assert one[key] == other[key], key
-    assert one["model"].keys() == other["model"].keys()
-    for name, tensor in one["model"].items():
-        assert torch.equal(tensor, other["model"][name]), name
-    assert one["optimizer"].keys() == other["optimizer"].keys()
-    for name, moments in one["optimizer"].items():
-        for kind, tensor in moments.items():
-            assert torch.equal(tensor, other["optimizer"][name][kind]), (name, kind)
 
 
 def scalars(folder) -> dict[str, dict[int, float]]:
@@ -423,18 +326,4 @@ def scalars(folder) -> dict[str, dict[int, float]]:
         found[tag] = {event.step: event.value for event in events.Scalars(tag)}
         if not tag.startswith("system/"):  # the machine is measured at any time, also twice in a step
             assert [event.step for event in events.Scalars(tag)] == sorted(found[tag]), tag
-    return found
-
-
-def evaluations(folder) -> dict[int, dict[str, float]]:
-    """Return step -> scores of the steps that led to the latest checkpoint of a run."""
-    return scores_of_run(read_evaluations(Path(folder)), load(Path(folder, "latest.pt"))["launches"])
-
-
-def metrics(folder, key: str) -> dict[int, float]:
-    """Return step -> value of one metric in metrics.jsonl, its segments joined; fail if a step is logged twice."""
-    found = {}
-    for record in read_records(Path(folder) / METRICS, key):
-        assert record["step"] not in found, f"step {record['step']} is logged twice"
-        found[record["step"]] = record[key]
     return found

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import in_ranks, weights_content
+from conftest import in_ranks
+from ground import weights_content
 from test_model import SMALL, ids, small
 
 from convert_hf import write_folder

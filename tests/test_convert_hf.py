@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, reference_model, run_here, weights_content
+from conftest import TINY, reference_model, run_here
+from ground import is_of_a_run, latest, metrics, options_of, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,6 @@ from dataloader import RowStream
 from model import GPT, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import find_checkpoint
 from steadygpt.config import TrainConfig
 from steadygpt.convert.families import FAMILIES, TABLES, resolved
 from steadygpt.convert.weights import check_fits, load_model, read_weights
@@ -368,7 +368,7 @@ def test_the_command_exports_and_imports(workdir, capsys):
     out = capsys.readouterr().out
     assert "exported -> back.pt" in out
     assert "vocabulary 257 (bytes)" in out
-    trained, back = find_checkpoint("latest", Path("checkpoints")).checkpoint, read_weights("back.pt")
+    trained, back = latest("checkpoints"), read_weights("back.pt")
     assert_same_weights(trained, back)
     for source, target in (("exported", "back.pt"), ("back.pt", "exported")):
         with pytest.raises(UserError, match=rf"{target}: already exists"):
@@ -376,7 +376,7 @@ def test_the_command_exports_and_imports(workdir, capsys):
     assert convert_hf.main(["latest", "latest.pt"]) == convert_hf.main(["checkpoints", "folder.pt"]) == 0
     assert_same_weights(read_weights("folder.pt"), back)
     weights = torch.load("latest.pt")
-    assert weights["optimizer"] == {} and weights["launches"] == []
+    assert weights["optimizer"] == {} and not is_of_a_run(weights)
     assert_same_weights(trained, weights)
     for converted in ("back.pt", "latest.pt"):
         with pytest.raises(UserError, match="--init_from"):
@@ -431,9 +431,9 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]
     assert train.main([*flags, *fixed]) == 0
     assert "weights      from model" in capsys.readouterr().out
-    tuned = find_checkpoint("latest", Path("checkpoints")).checkpoint
+    tuned = latest("checkpoints")
     assert (tuned["model_config"]["num_layers"], tuned["model_config"]["intermediate_size"]) == (1, 100)
-    options = tuned["launches"][-1]["options"]
+    options = options_of(tuned)
     assert (options["activation"], options["context_length"]) == ("gelu", 16)
     assert torch.equal(tuned["model"]["wpe.weight"], model.transformer.wpe.weight[:16])
     tokens = torch.randint(0, 257, (2, 16))

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from conftest import metrics, run_here, write_examples
+from conftest import run_here, write_examples
+from ground import metrics
 from harness import run_to_end
 
 from steadygpt.base.durable import lock_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import weights_content
+from ground import weights_content
 from test_files import damage
 from test_model import both_families, ids, small
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import weights_content
+from ground import weights_content
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import TINY, load, run_here, weights_content, write_data, write_shard
+from conftest import TINY, load, run_here, write_data, write_shard
+from ground import weights_content, with_options
 from test_tokenizer_json import byte_tokenizer
 
 import train
@@ -210,8 +211,7 @@ def test_weights_without_a_run_have_no_steps(workdir):
 def test_a_run_of_two_epochs_ends_with_their_last_row(workdir):
     assert run_here("--max_steps", "2", "--warmup_steps", "1") == 0
     path = workdir / "checkpoints" / "latest.pt"
-    [start] = load(path)["launches"]
-    two_epochs = load(path) | {"launches": [start | {"options": start["options"] | {"max_steps": 0, "num_epochs": 2}}]}
+    two_epochs = with_options(load(path), max_steps=0, num_epochs=2)
     assert find_step(two_epochs, path, 36)[1].start == 144
     with pytest.raises(UserError, match="expected less than 37,"):  # 2 * (43 + 31) rows, 4 in a step
         find_step(two_epochs, path, 37)

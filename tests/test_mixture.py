@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, evaluations, load, metrics, scalars, write_data
+from conftest import TINY, scalars, write_data
+from ground import asked_in, evaluations, launches, metrics, next_phase, phase_in, rows_given_in, sources_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from steadygpt.config import TrainConfig, parse_args
 from steadygpt.data import shards
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of, shares_of_block
 from steadygpt.data.shards import Shard
-from steadygpt.run.launches import phase_of
 
 weights = st.lists(st.fractions(Fraction(1, 20), 20), min_size=1, max_size=5)
 rows = st.integers(0, 3 * BLOCK_ROWS)
@@ -137,27 +137,24 @@ def test_the_order_never_changes():
 @given(st.lists(st.tuples(weights, st.integers(0, 6000)), min_size=2, max_size=4))
 @settings(deadline=None, max_examples=10)
 def test_a_change_at_any_row_leaves_each_source_a_prefix_of_its_own_stream(phases):
-    launches, row, found = [], 0, []
+    phase, row, found = None, 0, []
     for parts, count in phases:
         shares = shares_by_name(parts)
-        given = phase_of(launches).rows_used_at(row, 7) if launches else {}
-        launches.append({"row": row, "shares": shares, "given": dict.fromkeys(shares, 0) | given})
-        phase = phase_of(launches)
+        phase = next_phase(phase, row, shares, phase.rows_used_at(row, 7) if phase else {})
         found += inputs_of(Mixture({name: stream_of(int(name)) for name in shares}, phase, 7), row, count)
         row += count
     tokens = np.array(found, int)
-    for name, number in phase_of(launches).rows_used_at(row, 7).items():
+    for name, number in phase.rows_used_at(row, 7).items():
         of_source = tokens[tokens // 1000 == int(name)].tolist()
         assert of_source == stream_of(int(name)).read(0, number)[:, 0].tolist()
 
 
 def test_a_phase_begins_where_the_mixture_changes():
-    def entry(row: int, **shares: int) -> dict:
-        return {"row": row, "shares": shares, "given": {"a": row}}
-
-    launches = [entry(0, a=4096), entry(10, a=4096), entry(20, a=1, b=4095), entry(30, b=4095, a=1), entry(40, a=4096)]
-    found = [phase_of(launches[:count]) for count in range(1, 6)]
-    assert [(phase.number, phase.first_row) for phase in found] == [(0, 0), (0, 0), (1, 20), (1, 20), (2, 40)]
+    found, phase = [], None
+    for row, shares in enumerate(({"a": 4096}, {"a": 4096}, {"a": 1, "b": 4095}, {"b": 4095, "a": 1}, {"a": 4096})):
+        phase = next_phase(phase, 10 * row, shares, {"a": 10 * row})
+        found.append((phase.number, phase.first_row))
+    assert found == [(0, 0), (0, 0), (1, 20), (1, 20), (2, 40)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,6 +169,7 @@ def sources(workdir) -> Path:
     return workdir
 
 
+LATEST = "checkpoints/latest.pt"
 MIX, OTHER = ("--mix", "data/web:7,data/code:3"), ("--mix", "data/code:1,data/math:1")
 
 
@@ -188,35 +186,32 @@ def refused(*flags: str) -> str:
 
 def test_a_mixture_changes_only_on_request_and_each_source_continues(sources, capsys):
     assert run_mixed(*MIX, "--max_steps", "4") == 0
+    web, code = (identity for _, identity in sources_in(LATEST).values())
     found = refused(*OTHER, "--resume", "latest")
     assert "the training data is code 50.0% (data/code, SHA-256 " in found
     assert "but the checkpoint was trained on web 70.0% (data/web, SHA-256 " in found
     assert found.endswith("name the same data, or add --allow_changes to switch to this")
     assert run_mixed(*OTHER, "--resume", "latest", "--allow_changes", "--max_steps", "6") == 0
     assert "changed      mix: 'data/web:7,data/code:3' -> 'data/code:1,data/math:1'\n" in capsys.readouterr().out
+    second_phase = phase_in(LATEST)
     assert run_mixed("--resume", "latest", "--max_steps", "8") == 0  # the mixture is that of the checkpoint
-    launches = load("checkpoints/latest.pt")["launches"]
-    assert [(entry["step"], entry["row"], list(entry["sources"])) for entry in launches] == [
-        (0, 0, ["web", "code"]),
-        (4, 16, ["code", "math"]),
-        (6, 24, ["code", "math"]),
-    ]
-    assert phase_of(launches).number == 1
-    web, code = (identity for _, identity in launches[0]["sources"].values())
-    assert launches[1]["given"][web] + launches[1]["given"][code] == 16
-    assert launches[2]["given"][web] == launches[1]["given"][web]  # dropped, and kept in mind
-    assert [entry["options"]["max_steps"] for entry in launches] == [4, 6, 8]
+    assert [launch["first_step"] for launch in launches("checkpoints")] == [0, 4, 6]
+    assert [*sources_in(LATEST)] == ["code", "math"]
+    phase = phase_in(LATEST)
+    assert (phase.number, phase.first_row) == (1, 16)
+    assert phase.rows_used_before[web] + phase.rows_used_before[code] == 16
+    assert phase == second_phase  # web is dropped, and kept in mind
+    assert asked_in(LATEST)["max_steps"] == 8
 
 
 def test_a_run_of_a_folder_goes_on_with_a_mixture_that_an_older_checkpoint_forgets(sources):
     assert run_mixed("--data_dir", "data/web", "--max_steps", "4", "--checkpoint_freq", "4") == 0
+    [(_, web)] = sources_in(LATEST).values()
     assert run_mixed(*MIX, "--resume", "latest", "--allow_changes", "--max_steps", "8") == 0
-    launches = load("checkpoints/latest.pt")["launches"]
-    assert [list(entry["sources"]) for entry in launches] == [["web"], ["web", "code"]]
-    web = launches[0]["sources"]["web"][1]
-    assert launches[1]["sources"]["web"][1] == web and launches[1]["given"][web] == 16
+    assert [*sources_in(LATEST)] == ["web", "code"]
+    assert sources_in(LATEST)["web"][1] == web and rows_given_in(LATEST)[web] == 16
     assert run_mixed("--resume", "checkpoints/rolling_step_000004.pt", "--max_steps", "8") == 0
-    assert [list(entry["sources"]) for entry in load("checkpoints/latest.pt")["launches"]] == [["web"]] * 2
+    assert ([*sources_in(LATEST)], phase_in(LATEST).number) == (["web"], 0)
 
 
 def test_other_data_in_the_folder_of_a_run_is_told(sources, capsys):
@@ -233,14 +228,11 @@ def test_other_data_in_the_folder_of_a_run_is_told(sources, capsys):
 def test_data_that_moved_is_the_same_data(sources):
     assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4") == 0
     Path("data/web").rename("elsewhere")
-    assert refused("--resume", "latest", "--max_steps", "8") == (
-        "data/web: no such folder, but the checkpoint was trained on its shards; put them back, or give their new "
-        "place with --mix"
-    )
+    found = refused("--resume", "latest", "--max_steps", "8")
+    assert found.startswith("data/web: no such folder") and "--mix" in found
     moved = ("--mix", "elsewhere:7,data/code:3", "--resume", "latest")
     assert run_mixed(*moved, "--max_steps", "8", "--eval_freq", "4") == 0
-    entry = load("checkpoints/latest.pt")["launches"][-1]
-    assert [folder for folder, _ in entry["val_sets"].values()] == ["elsewhere", "data/code"]
+    assert [folder for folder, _ in sources_in(LATEST, "val_sets").values()] == ["elsewhere", "data/code"]
 
 
 def test_the_plan_shows_each_source(sources, capsys):
@@ -306,7 +298,7 @@ def test_the_first_validation_set_stays_the_first_one(sources):
     assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4") == 0
     flags = "--resume", "latest", "--allow_changes", "--eval_freq", "4"
     assert run_mixed(*OTHER, *flags, "--max_steps", "8", "--val", "math=data/math") == 0
-    assert [*load("checkpoints/latest.pt")["launches"][-1]["val_sets"]] == ["web", "math"]
+    assert [*sources_in(LATEST, "val_sets")] == ["web", "math"]
 
 
 def test_evaluating_reads_no_training_shards(sources, monkeypatch):

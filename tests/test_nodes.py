@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, environment, folders, in_ranks, load, metrics, run_here, write_data
+from conftest import REPO, TINY, environment, folders, in_ranks, load, run_here, write_data
+from ground import alter, metrics
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
 import prepare_dataset
@@ -175,7 +176,7 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
     if older:
         shutil.copytree("node0", "node1", dirs_exist_ok=True)
         for file in Path("node1/checkpoints").glob("*.pt"):
-            torch.save(load(file) | {"saved_at": 1.0}, file)
+            alter(file, saved_at=1.0)
     in_ranks(2, refuse_to_resume, which, "node0/checkpoints has newer checkpoints than rank 0's .*node1/checkpoints")
 
 

@@ -13,7 +13,8 @@ import monitor_training
 import numpy as np
 import pip_progress
 import pytest
-from conftest import REPO, TINY, load, need_gpus, options_in, write_data
+from conftest import REPO, TINY, need_gpus, write_data
+from ground import launch_in, options_in
 from harness import run_to_end
 
 import prepare_dataset
@@ -79,7 +80,7 @@ def test_accelerate_launches_a_run(workdir, processes, launcher):
     words = (*launcher, "--mixed_precision", "no", *script)
     output = run_to_end(*words, program="accelerate.commands.launch", tiny=(), faults=[leave_threads_open])
     assert f"x {processes} rank{'s' * (processes > 1)} x" in output
-    assert load("checkpoints/latest.pt")["launches"][-1]["ranks"] == processes
+    assert launch_in("checkpoints/latest.pt").how["ranks"] == processes
     if processes == 1 and "--device cpu" in " ".join(TINY):
         assert f"({usable_cores()} threads)" in output  # though accelerate sets OMP_NUM_THREADS=1
 

@@ -6,15 +6,13 @@ comparison of the product with itself does not: a divisor, a decay, a step of th
 
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import FSDP, built, folders, load, metrics, run_here
+from conftest import FSDP, folders, load, run_here
+from ground import built, launches, metrics, model_of, rows_of, validate, validation_rows_of
 from harness import run_to_end
 from torch.nn import functional as F
-
-from steadygpt.machine.ranks import Ranks
 
 # Without biases: the gradient of those of the keys is zero but for rounding, which AdamW would enlarge.
 OPTIONS = "--max_lr 0.02 --min_lr 0.004 --weight_decay 0.3 --grad_clip 0.7 --adam_beta2 0.9 --bias off".split()
@@ -34,15 +32,15 @@ class PlainLoop:
     """The losses, norms and last weights of the plain loop."""
 
     def __init__(self, decay: str = "cosine"):
-        run = built("--data_dir", "data", *OPTIONS, ranks=Ranks(torch.device("cpu")))
-        model = copy.deepcopy(run.model)
+        run = built("--data_dir", "data", *OPTIONS)
+        model = copy.deepcopy(model_of(run))
         vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
         others = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
         groups = [{"params": others, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.9), eps=1e-8)
         self.losses, self.norms = {}, {}
         for step in range(STEPS):
-            rows = torch.from_numpy(run.rows.read(ROWS * step, ROWS))
+            rows = torch.from_numpy(rows_of(run, ROWS * step, ROWS))
             logits = model(rows[:, :-1])[..., :257]
             loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
             optimizer.zero_grad()
@@ -87,18 +85,17 @@ def test_a_run_on_two_ranks_is_a_plain_loop(workdir, flags):
 
 
 def test_validation_is_a_plain_loop_without_dropout(workdir):
-    run = built("--data_dir", "data", "--dropout", "0.5", "--eval_freq", "1", ranks=Ranks(torch.device("cpu")))
-    [val_set] = run.plan.data.val_sets
-    rows = torch.from_numpy(val_set.rows.read(0, val_set.rows.rows_per_epoch))
-    model = copy.deepcopy(run.model).eval()
+    run = built("--data_dir", "data", "--dropout", "0.5", "--eval_freq", "1")
+    rows = torch.from_numpy(validation_rows_of(run))
+    model = copy.deepcopy(model_of(run)).eval()
     logits = model(rows[:, :-1])[..., :257]
     loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-    assert run.evaluation.validate(val_set.rows)["val_loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert run.model.training
+    assert validate(run)["val_loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert model_of(run).training
 
 
 def test_a_run_that_is_resumed_is_a_plain_loop(workdir):
     assert run_here(*OPTIONS, "--checkpoint_freq", "3") == 0
     assert run_here(*OPTIONS, "--resume", "checkpoints/rolling_step_000003.pt") == 0
-    assert '"first_step": 3' in Path("checkpoints/metrics.jsonl").read_text()
+    assert launches("checkpoints")[-1]["first_step"] == 3
     assert_as(PlainLoop(), "checkpoints")

@@ -10,7 +10,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import load, metrics, reference_model, run_here
+from conftest import load, reference_model, run_here
+from ground import metrics
 from prepared import (
     files_of,
     ids_of,

@@ -1,6 +1,5 @@
 """Stopping, saving and resuming a run, and the folders that it writes to."""
 
-import json
 import os
 import re
 import signal
@@ -10,21 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import (
-    MODERN,
-    TINY,
-    assert_same_state,
-    command,
-    environment,
-    evaluations,
-    folders,
-    in_ranks,
-    load,
-    metrics,
-    need_gpus,
-    options_in,
-    run_here,
-)
+from conftest import MODERN, TINY, command, environment, folders, in_ranks, load, need_gpus, run_here
+from ground import assert_same_state, best_model, evaluations, metrics, options_in, status_of
 from harness import Run, run_to_end
 from injected import do_in_step, signal_at
 
@@ -57,7 +43,7 @@ def ctrl_c_in_a_pipe(rank: int) -> None:
 
 def test_ctrl_c_saves_although_stdout_is_a_closed_pipe(workdir):
     run_to_end(*A, faults=[ctrl_c_in_a_pipe])
-    status = json.loads(open("a/status.json").read())
+    status = status_of("a")
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
     assert load("a/latest.pt")["step"] == status["step"] == 5
 
@@ -96,9 +82,7 @@ def test_best_model_has_the_lowest_validation_loss(workdir):
     assert run_here(*flags, *A) == 0
     val_losses = metrics("a", "val_loss")
     best_step = min(val_losses, key=val_losses.get)
-    best = load("a/best_model.pt")
-    assert best["step"] == best_step
-    assert best["val_loss"] == val_losses[best_step]
+    assert best_model("a") == (best_step, val_losses[best_step])
 
 
 def test_a_run_is_resumed_in_its_folder_by_any_name_of_it_or_forked(workdir, capsys):
@@ -302,9 +286,7 @@ def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, caps
     advice = "starts at step 5; stable.pt is saved just before. To train longer: --resume stable --max_steps N"
     assert f"cool-down    {advice}" in capsys.readouterr().out
     assert run_here(*MODERN, *A) == 0
-    assert refused("--resume", "stable", "--max_steps", "6") == (
-        "--resume stable is at step 5, but a run of 6 steps cools down from step 4 on; give at least --max_steps 9"
-    )
+    assert "give at least --max_steps 9" in refused("--resume", "stable", "--max_steps", "6")
     assert run_here("--resume", "latest", "--max_steps", "20", *A) == 0
     said = capsys.readouterr().out
     assert "lr           rises from" in said and "; --resume stable continues" in said

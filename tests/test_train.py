@@ -11,27 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    FSDP,
-    MODERN,
-    built,
-    evaluations,
-    folders,
-    in_ranks,
-    load,
-    metrics,
-    run_here,
-    scalars,
-    write_data,
-    write_examples,
-)
+from conftest import FSDP, MODERN, folders, in_ranks, load, run_here, scalars, write_data, write_examples
+from ground import add_metrics, alter, built, evaluations, metrics, model_of, rows_of, settled, status_of
 
 import train
-from evaluation import Evaluation
-from guard import Guard
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.machine.ranks import Ranks
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
@@ -54,7 +39,7 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
         r"(\| [a-z_]+ \S+ )*\| 100\.0% \| ETA 0 s",
         line,
     )
-    assert json.loads(open("a/status.json").read())["status"] == "finished"
+    assert status_of("a")["status"] == "finished"
 
 
 def test_each_step_has_its_own_dropout_masks(workdir):
@@ -131,7 +116,7 @@ def test_each_sample_has_random_numbers_of_its_own(workdir, capsys):
 def test_a_resume_with_a_smaller_limit_of_bad_steps_trains(workdir):
     run_here("--max_steps", "4", *folders("a"))
     before = load("a/latest.pt")
-    torch.save(before | {"bad_steps": 7}, "a/latest.pt")
+    alter("a/latest.pt", bad_steps=7)
     run_here("--resume", "--max_steps", "6", "--max_bad_steps", "5", *folders("a"))
     after = load("a/latest.pt")
     assert (after["step"], after["bad_steps"]) == (6, 0)
@@ -186,8 +171,7 @@ def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup,
 def train_with_a_metric(folder: Path) -> int:
     """Train with a metric of one's own, as docs/hacking.md says: its value is 1 on rank 0 and 2 on rank 1."""
     os.chdir(folder)
-    update = Guard.update
-    Guard.update = lambda self, *args, **more: update(self, *args, **more, mine=torch.tensor(1 + self.ranks.rank))
+    add_metrics(lambda model, rank: {"mine": torch.tensor(1 + rank)})
     return run_here("--max_steps", "3", "--use_tensorboard")
 
 
@@ -209,17 +193,17 @@ def terms_with_z_loss(model, x, targets):
 
 def mean_losses(run) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of cross-entropy and z-loss over the rows of the first step, computed beside the product."""
-    rows = torch.from_numpy(run.rows.read(0, run.config.rows_per_step))
-    logits = run.model(rows[:, :-1])[..., : run.model.config.vocab_size]
+    rows = torch.from_numpy(rows_of(run, 0, settled(run).rows_per_step))
+    logits = model_of(run)(rows[:, :-1])[..., : model_of(run).config.vocab_size]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     return loss, 0.1 * logits.logsumexp(-1).square().mean()
 
 
 @pytest.mark.parametrize("flags", [(), ("--loss_chunk_size", "10", "--activation_checkpointing"), FSDP, MODERN])
-def test_a_second_term_of_the_loss_is_written_once(workdir, monkeypatch, flags):
+def test_a_second_term_of_the_loss_is_written_once(workdir, inject, flags):
     """It is minimized with the loss, and every log, validation and the line of a step have it under its own name."""
-    monkeypatch.setattr(train.GPT, "loss_terms", terms_with_z_loss)
-    loss, z_loss = mean_losses(built("--data_dir", "data", ranks=Ranks(torch.device("cpu"))))
+    inject.replace_loss_terms(terms_with_z_loss)
+    loss, z_loss = mean_losses(built("--data_dir", "data"))
     assert run_here("--max_steps", "3", "--eval_freq", "2", "--use_tensorboard", *flags) == 0
     if flags != MODERN:  # whose other weights have another loss
         assert metrics("checkpoints", "loss")[0] == pytest.approx(loss.item(), rel=1e-5)
@@ -230,62 +214,54 @@ def test_a_second_term_of_the_loss_is_written_once(workdir, monkeypatch, flags):
     assert Path("checkpoints/log.txt").read_text().count(" | z_loss 3") == 3
 
 
-def test_the_gradient_of_a_second_term_is_added(workdir, monkeypatch):
-    monkeypatch.setattr(train.GPT, "loss_terms", terms_with_z_loss)
-    run = built("--data_dir", "data", ranks=Ranks(torch.device("cpu")))
+def test_the_gradient_of_a_second_term_is_added(workdir, inject):
+    inject.replace_loss_terms(terms_with_z_loss)
+    run = built("--data_dir", "data")
     sum(mean_losses(run)).backward()
-    squares = [parameter.grad.square().sum().item() for parameter in run.model.parameters()]
+    squares = [parameter.grad.square().sum().item() for parameter in model_of(run).parameters()]
     assert run_here("--max_steps", "1", "--warmup_steps", "0") == 0
     assert metrics("checkpoints", "grad_norm")[0] == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["epoch", "step", "time", "loss", "z_loss"])
-def test_a_number_with_a_name_that_is_in_use_is_refused(workdir, monkeypatch, name):
-    update = Guard.update
-    used = {name: torch.tensor(1.0)}
-    monkeypatch.setattr(train.GPT, "loss_terms", terms_with_z_loss)
-    monkeypatch.setattr(Guard, "update", lambda self, *args, **more: update(self, *args, **more, **used))
+def test_a_number_with_a_name_that_is_in_use_is_refused(workdir, inject, name):
+    inject.replace_loss_terms(terms_with_z_loss)
+    inject.add_metrics(lambda model, rank: {name: torch.tensor(1.0)})
     with pytest.raises(ValueError, match=rf"\b{name}\b.*; rename"):
         run_here("--max_steps", "3")
     assert metrics("checkpoints", "loss") == {}
 
 
-def test_a_term_of_the_loss_that_is_no_number_per_token_is_refused(workdir, monkeypatch):
+def test_a_term_of_the_loss_that_is_no_number_per_token_is_refused(workdir, inject):
     def terms(model, x, targets):
         return {"loss": terms_with_z_loss(model, x, targets)["loss"], "mine": x.mean()}
 
-    monkeypatch.setattr(train.GPT, "loss_terms", terms)
+    inject.replace_loss_terms(terms)
     with pytest.raises(ValueError, match=r"the term mine of the loss has shape \(\); expected .* \(32,\)"):
         run_here("--max_steps", "3")
 
 
-def test_a_metric_of_a_sharded_weight_is_that_of_the_whole_one(workdir, monkeypatch):
-    update = Guard.update
-
-    def update_with_norm(self, *args, **more):
-        return update(self, *args, **more, norm=self.model.wte.weight.norm())
-
-    monkeypatch.setattr(Guard, "update", update_with_norm)
+def test_a_metric_of_a_sharded_weight_is_that_of_the_whole_one(workdir, inject):
+    inject.add_metrics(lambda model, rank: {"norm": model.wte.weight.norm()})
     for name, flags in (("whole", ()), ("sharded", FSDP)):
         assert run_here("--max_steps", "3", *flags, *folders(name)) == 0
     assert metrics("sharded", "norm") == pytest.approx(metrics("whole", "norm"))
 
 
-def test_step_time_does_not_include_the_evaluation_before_it(workdir, monkeypatch):
-    validate = Evaluation.validate
-    monkeypatch.setattr(Evaluation, "validate", lambda *args: time.sleep(0.5) or validate(*args))
+def test_step_time_does_not_include_the_evaluation_before_it(workdir, inject):
+    inject.before_validation_batch(lambda: time.sleep(0.1))  # 12 rows, 2 in a batch
     assert run_here("--eval_freq", "4", "--max_steps", "5") == 0
     assert metrics("checkpoints", "step_ms")[4] < 500
 
 
-def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, monkeypatch):
+def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, inject):
     built = []
 
-    def shard(model, *args):
+    def look(model) -> None:
         built.extend({parameter.device.type for parameter in model.parameters()})
         raise UserError("seen")
 
-    monkeypatch.setattr(train.parallel, "shard", shard)
+    inject.before_sharding(look)
     with pytest.raises(UserError, match="seen"):
         run_here(*FSDP)
     assert built == ["meta"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from conftest import run_here
+from ground import SCORE_FILES
 
 import convert_hf
 import prepare_dataset
-import train
 
 TRANSIENT = {"status.json", ".upload.tmp"}  # may be lost
 
@@ -82,7 +82,7 @@ def test_saves(recorder, monkeypatch, has_links):
     assert run_here(*SAVES) == 0
     assert run_here(*SAVES, "--resume", "latest", "--max_steps", "12") == 0
     names = {path.name for path in Path("checkpoints").iterdir()}
-    assert {"latest.pt", "latest_backup.pt", "best_model.pt", "epoch_00001.pt", "run.json", "evaluations.json"} <= names
+    assert {"latest.pt", "latest_backup.pt", "best_model.pt", "epoch_00001.pt", "run.json", *SCORE_FILES} <= names
     assert_durable(recorder)
 
 
@@ -92,7 +92,7 @@ def test_a_return_to_an_older_checkpoint(recorder):
     assert_durable(recorder)
 
 
-def test_a_restore_from_a_mirror(recorder, workdir, monkeypatch):
+def test_a_restore_from_a_mirror(recorder, workdir, inject):
     """What is downloaded is durable before the first step."""
     mirror = ("--mirror", f"file://{workdir}/mirror")
     assert run_here(*SAVES, *mirror) == 0
@@ -101,15 +101,15 @@ def test_a_restore_from_a_mirror(recorder, workdir, monkeypatch):
     recorder.synced.clear()
     recorder.not_synced.clear()  # of the mirror, which stands for a store
     recorder.folder /= "checkpoints"
-    take_step = train.train_step
+    before = []
 
-    def step(run, batches):
-        if run.state.step == 8:
-            assert_durable(recorder)
-        return take_step(run, batches)
+    def check(step: int, stop) -> None:
+        assert_durable(recorder)
+        before.append(step)
 
-    monkeypatch.setattr(train, "train_step", step)
+    inject.around_step(before=check)
     assert run_here("--resume", "latest", "--max_steps", "9", *mirror) == 0
+    assert before == [8]
     assert_durable(recorder)
 
 

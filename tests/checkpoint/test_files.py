@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import pickle
 import re
@@ -16,7 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import load, run_content, run_here
+from conftest import run_here
+from ground import (
+    alter,
+    found,
+    heads,
+    is_of_a_run,
+    latest,
+    opened,
+    run_content,
+    verified,
+    write_checkpoint,
+    write_scores,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import fail_reads
@@ -25,16 +36,8 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files, table
-from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors, find_checkpoint, open_checkpoint
+from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
-
-
-def write_checkpoint(folder, step: int, name: str, *other_names: str, **more) -> None:
-    """Write the checkpoint of a step under all these names, with a date that is older the later the step."""
-    torch.save(run_content(step, **more), folder / name)
-    os.utime(folder / name, ns=(0, 10**18 - step * 10**9))
-    for other in other_names:
-        os.link(folder / name, folder / other)
 
 
 def damage(path, how: str) -> None:
@@ -69,7 +72,7 @@ def test_what_stands_for_far_more_than_its_bytes_is_not_read(tmp_path, content, 
     with zipfile.ZipFile(tmp_path / "latest.pt", "w", how) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
     tracemalloc.start()
-    for read in (files.read_head, files.read_checkpoint):
+    for read in (files.read_head, verified):
         with pytest.raises(
             UserError, match=r"corrupt \(archive/data\.pkl (is compressed|has more than 4,194,304 cont)"
         ):
@@ -89,7 +92,7 @@ def test_a_few_bytes_of_a_file_cannot_take_all_time(tmp_path, width, depth):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}" + tuples + key + b"K\x01s.")
     begun_s = time.process_time()
-    for read in (files.read_head, files.read_checkpoint):
+    for read in (files.read_head, verified):
         with pytest.raises(UserError, match=r"latest\.pt: "):
             read(tmp_path / "latest.pt")
     assert time.process_time() - begun_s < 10  # of 2**60 additions
@@ -104,15 +107,15 @@ def test_a_run_whose_clock_is_centuries_ahead_is_listed_and_resumed(workdir, mon
     _, *lines, _ = checkpoint_table(Path("checkpoints"))
     assert [line.split()[-1] for line in lines] == ["complete"] * 4
     assert run_here("--resume", "latest", "--max_steps", "10") == 0
-    newest = files.scan(Path("checkpoints"))[0]
-    assert (newest.path.name, newest.head.step) == ("latest.pt", 10)
+    assert heads("checkpoints")[0] == ("latest.pt", 10)
 
 
 def test_a_time_that_only_a_made_file_has_ends_no_run(workdir):
     assert run_here() == 0
-    checkpoint = load("checkpoints/latest.pt")
+    content = Path("checkpoints/latest.pt").read_bytes()
     for saved_at in (2.0**40, 2.0**40 + 1, 2.0**41):
-        torch.save(checkpoint | {"saved_at": saved_at}, "checkpoints/latest.pt")
+        Path("checkpoints/latest.pt").write_bytes(content)
+        alter("checkpoints/latest.pt", saved_at=saved_at)
         assert run_here("--resume", "latest", "--max_steps", "9") == 0
 
 
@@ -126,8 +129,8 @@ def test_table_lists_each_file_the_newest_first_and_marks_corrupt_ones(tmp_path)
     write_checkpoint(tmp_path, 40, "latest.pt", "epoch_00004.pt", "best_model.pt", val_loss=3.0)
     os.link(tmp_path / ROLLING.format(30), tmp_path / "latest_backup.pt")
     damage(tmp_path / "latest_backup.pt", "truncated")
-    evaluations = {"20": {"val_loss": 3.5, "val_bpb": 1.25}, "30": {"val_loss": 3.0}}
-    (tmp_path / "evaluations.json").write_text(json.dumps({"0" * 16: evaluations, "1" * 16: {"10": {"val_loss": 9.0}}}))
+    scores = {20: {"val_loss": 3.5, "val_bpb": 1.25}, 30: {"val_loss": 3.0}}
+    write_scores(tmp_path, scores, undone={10: {"val_loss": 9.0}})
     head, *lines, last = checkpoint_table(tmp_path)
     assert head.split() == ["file", "step", "epoch", "loss", "last", "val", "bits/byte", "size", "age", "state"]
     rows = {line.split()[0]: line for line in lines}
@@ -151,7 +154,7 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
     _, row, _ = capsys.readouterr().out.splitlines()
     assert row.startswith("rolling_step_\\x1b[2J\\n.pt ")
     with pytest.raises(UserError):
-        open_checkpoint("average:1", tmp_path)
+        opened("average:1", tmp_path)
     assert "/rolling_step_\\x1b[2J\\n.pt: corrupt" in capsys.readouterr().err
 
 
@@ -209,7 +212,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
     text = " ".join(" ".join(details).split())
     assert "lr 0.002, epoch 2.0, " in text and "step 20, rows_consumed 80, " in text
     assert "gpu_hour_cost 0.0, sharding ddp, " in text and "tokenizer_json" not in text
-    assert " last launch id 0000" in text
+    assert " id 0000" in text
     assert (weights, optimizer) == ("          1 x weight (1000,)", "  optimizer  exp_avg")
 
 
@@ -227,8 +230,7 @@ def listed_folder(tmp_path_factory) -> Path:
     write_checkpoint(folder, 123_456, ROLLING.format(123_456), "best_model.pt", lr=1e-3)
     write_checkpoint(folder, 123_457, "latest.pt")
     damage(folder / "latest.pt", "truncated")
-    scores = {"val_loss": 3.5, "val_bpb": 1.25}
-    (folder / "evaluations.json").write_text(json.dumps({"0" * 16: {"123456": scores}}))
+    write_scores(folder, {123_456: {"val_loss": 3.5, "val_bpb": 1.25}})
     return folder
 
 
@@ -268,10 +270,9 @@ def test_the_date_of_a_file_decides_nothing(tmp_path):
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     os.rename(tmp_path / ROLLING.format(40), tmp_path / "latest.pt")
     shutil.copy(tmp_path / "latest.pt", tmp_path / ROLLING.format(40))
-    newest_first = [ROLLING.format(60), "latest.pt", ROLLING.format(40), ROLLING.format(20)]
-    assert [file.path.name for file in files.scan(tmp_path)] == newest_first
-    assert [file.head.step for file in files.scan(tmp_path)] == [60, 40, 40, 20]
-    assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 60
+    newest_first = [(ROLLING.format(60), 60), ("latest.pt", 40), (ROLLING.format(40), 40), (ROLLING.format(20), 20)]
+    assert heads(tmp_path) == newest_first
+    assert latest(tmp_path)["step"] == 60
     intact = [path.name for path, _ in files.intact_checkpoints(files.scan(tmp_path))]
     assert intact == [ROLLING.format(60), "latest.pt", ROLLING.format(20)]
 
@@ -281,12 +282,12 @@ def test_a_file_whose_head_cannot_be_read_comes_after_latest_and_before_all_othe
         write_checkpoint(tmp_path, step, name)
     damage(tmp_path / ROLLING.format(20), "truncated")
     expected = ["latest.pt", ROLLING.format(20), ROLLING.format(40)]
-    assert [file.path.name for file in files.scan(tmp_path)] == expected
+    assert heads(tmp_path) == [("latest.pt", 60), (ROLLING.format(20), None), (ROLLING.format(40), 40)]
     damage(tmp_path / "latest.pt", "one bit")
-    found = find_checkpoint("latest", tmp_path)
-    assert found.checkpoint["step"] == 40
-    assert [path.name for path in found.damaged] == expected[:2]
-    assert [re.split(", |: ", line)[0] for line in found.damaged.values()] == [*map(str, found.damaged)]
+    chosen = found("latest", tmp_path)
+    assert chosen.checkpoint["step"] == 40
+    assert [path.name for path in chosen.damaged] == expected[:2]
+    assert [re.split(", |: ", line)[0] for line in chosen.damaged.values()] == [*map(str, chosen.damaged)]
 
 
 @pytest.mark.parametrize("which", ["latest", "auto"])
@@ -297,7 +298,7 @@ def test_a_folder_in_which_all_files_are_damaged_is_refused(tmp_path, which, how
         write_checkpoint(tmp_path, 10, name)
         damage(tmp_path / name, how)
     with pytest.raises(UserError, match=f"^{tmp_path}: all checkpoints are corrupt: ") as refused:
-        find_checkpoint(which, tmp_path)
+        found(which, tmp_path)
     assert all(name in str(refused.value) for name in there)
 
 
@@ -312,21 +313,21 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     def mean(*steps: int) -> torch.Tensor:
         return (sum(weights[step].double() for step in steps) / len(steps)).float()
 
-    path, found = open_checkpoint("average:3", tmp_path)
+    path, found = opened("average:3", tmp_path)
     assert str(path) == f"{tmp_path}/average:3"
     assert torch.equal(found["model"]["wte.weight"], mean(20, 30, 40))
     assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
-    assert found["step"] == 40 and not found["optimizer"] and not found["launches"]
+    assert found["step"] == 40 and not found["optimizer"] and not is_of_a_run(found)
     assert capsys.readouterr().err == ""
 
     damage(tmp_path / ROLLING.format(30), "one bit")
-    _, found = open_checkpoint("average:3", tmp_path)
+    _, found = opened("average:3", tmp_path)
     assert torch.equal(found["model"]["wte.weight"], mean(10, 20, 40))
     assert "rolling_step_000030.pt: corrupt" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"average:4: found 3 intact rolling checkpoints .*, expected 4; "):
-        open_checkpoint("average:4", tmp_path)
+        opened("average:4", tmp_path)
     with pytest.raises(UserError, match="found 0 intact"):
-        open_checkpoint("average:4", tmp_path / "elsewhere")
+        opened("average:4", tmp_path / "elsewhere")
 
 
 def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path):
@@ -345,16 +346,14 @@ def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier
 @pytest.mark.parametrize(("number", "end"), [(errno.EACCES, True), (errno.ESTALE, True), (errno.EIO, False)],
     ids=["list of contents, whose error zipfile hides", "the same on a network", "a record"],
 )  # fmt: skip
-def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, monkeypatch, number, end):
+def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, inject, number, end):
     write_checkpoint(tmp_path, 30, "latest.pt")
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    monkeypatch.setattr(files, "open_to_read", files.open_to_read)  # so that it is restored
     fail_reads("latest.pt", number, end, rank=0)
-    advice = "fix the disk or the permissions, or give an older file"
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):
         with pytest.raises(Unreadable) as raised:
-            find_checkpoint(which, tmp_path)
-        assert str(raised.value) == f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); {advice}"
+            found(which, tmp_path)
+        assert str(raised.value).startswith(f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); ")
     _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
     assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
     assert backup.endswith("intact")
@@ -368,7 +367,7 @@ def test_what_is_no_file_is_neither_skipped_nor_waited_for(tmp_path, make, probl
     make(tmp_path / "latest.pt")
     if make is Path.mkdir:
         write_checkpoint(tmp_path, 20, "latest_backup.pt")
-    for read in (files.read_checkpoint, lambda path: find_checkpoint("latest", path.parent)):
+    for read in (verified, lambda path: found("latest", path.parent)):
         with pytest.raises(UserError, match=problem):
             read(tmp_path / "latest.pt")
 
@@ -404,9 +403,9 @@ INFINITE, GAPS = "has a NaN or an infinite number", "is not a tensor of fp32 num
 def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, problem):
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
     write_checkpoint(tmp_path, 30, "latest.pt", **change)
-    found = find_checkpoint("latest", tmp_path)
-    [(path, line)] = found.damaged.items()
-    assert (found.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
+    chosen = found("latest", tmp_path)
+    [(path, line)] = chosen.damaged.items()
+    assert (chosen.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
     assert line.startswith(f"{path}, step 30: {problem if 'expected' in problem else f'corrupt ({problem})'}")
 
 
@@ -440,7 +439,7 @@ def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, 
     else:
         torch.save(content, file)
     with pytest.raises(UserError, match=f"^{re.escape(f'{file}: {problem}')}"):
-        find_checkpoint(file, tmp_path)
+        found(file, tmp_path)
     assert names(tmp_path) == [file]
 
 

@@ -8,23 +8,34 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import REPO, assert_same_state, evaluations, load, metrics, run_content, run_here
+from conftest import REPO, load, run_here
+from ground import (
+    acting_here,
+    assert_same_state,
+    evaluations,
+    in_place_of_training,
+    metrics,
+    run_content,
+    verified,
+    write_checkpoint,
+    writer_of,
+)
 from injected import signal_at
 from stories import tell, uploaded
-from test_files import damage, write_checkpoint
+from test_files import damage
 
-import train
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint import mirror, uploads
-from steadygpt.checkpoint.files import ROLLING, read_checkpoint
+from steadygpt.checkpoint.files import ROLLING
 from steadygpt.checkpoint.mirror import Mirror, missing_lines
-from steadygpt.checkpoint.saves import CheckpointWriter, Saves
+from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
 
@@ -55,8 +66,7 @@ class Saver:
         self.config = TrainConfig(**own | options)
         self.log = Mock()
         folder.mkdir(exist_ok=True)
-        uploads = Uploads(self.mirror, self.config, self.log)
-        self.writer = CheckpointWriter(self.config, run_content(0)["launches"], self.log, uploads)
+        self.writer = writer_of(self.config, self.log, self.mirror)
 
     def save(self, step: int, *tiers: str) -> None:
         self.writer.save(step, run_content(step), list(tiers))
@@ -159,7 +169,7 @@ def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(save
     assert is_uploading.wait(20)
     for step in range(2, 7):
         saver.roll(step)
-    assert read_checkpoint(saver.folder / "latest.pt")["step"] == 6
+    assert verified(saver.folder / "latest.pt")["step"] == 6
     corrupt = saver.folder / ROLLING.format(4)
     damage(corrupt, "one bit")
     may_upload.set()
@@ -242,16 +252,16 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
 
 def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s3, tmp_path):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
-    for step, content in ((1, "{}"), (2, "{}"), (3, "{ }")):
+    for step, content in ((1, "1\n"), (2, "1\n"), (3, "1\n2\n")):
         if step != 2:
-            (tmp_path / "here/evaluations.json").write_text(content)
+            (tmp_path / "here/log.txt").write_text(content)
         saver.roll(step)
         saver.uploaded()
     written = [line.split("/run/")[1] for line, _ in s3.log if line.startswith("PUT ")]
     kinds = [re.split("[-? ]", name)[0] for name in written]
-    expected = "index.json step_000001 evaluations.json index.json step_000002 index.json step_000003 evaluations.json"
+    expected = "index.json step_000001 log.txt index.json step_000002 index.json step_000003 log.txt"
     assert kinds == [*expected.split(), "index.json"]
-    assert saver.mirror.read("evaluations.json") == b"{ }"
+    assert saver.mirror.read("log.txt") == b"1\n2\n"
 
 
 ENTRY = {"file": "step_000001-1795329120.123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
@@ -338,12 +348,10 @@ def resumed(capsys) -> str:
 
 
 @pytest.mark.parametrize("where", ["url", pytest.param("s3_url", marks=storm), pytest.param("gcs_url", marks=storm)])
-def test_lost_machine_loses_nothing(where, request, monkeypatch, capsys):
+def test_lost_machine_loses_nothing(where, request, capsys):
     url = request.getfixturevalue(where)
     tell(f"start reference {FLAGS}")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "train_step", train.train_step)  # so that it is restored
-        signal_at(6, rank=0)
+    with acting_here(partial(signal_at, 6)):
         tell(FIRST)
     tell(f"start two {FLAGS} --resume latest --mirror $URL")
     assert resumed(capsys) == f"resumed      from two/latest.pt (restored from {url}) at step 6"
@@ -370,7 +378,7 @@ def test_newer_one_of_folder_and_mirror_wins(older, url, capsys):
     with pytest.raises(UserError, match="kB needed, 5 bytes free"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
         tell("resume one")  # does not fall back to an older checkpoint
-    assert read_checkpoint(Path("one/latest.pt"))["step"] == 4
+    assert verified("one/latest.pt")["step"] == 4
     tell(f"resume one {FLAGS} --max_steps 8")
     assert resumed(capsys).endswith("at step 6")
     assert load("one/latest_backup.pt")["step"] == 6
@@ -387,11 +395,14 @@ def test_upload_all_does_not_replace_what_is_newer(older, url):
     assert {path: path.read_bytes() for path in Path("there").rglob("*.*") if path.is_file()} == before
 
 
+def end_before_the_first_save(rank: int) -> None:
+    in_place_of_training(sys.exit)
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(url, capsys, monkeypatch, is_heard):
     tell(FIRST)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train, "train", lambda *_: sys.exit())  # it ends before the first save
+    with monkeypatch.context() as patch, acting_here(end_before_the_first_save), pytest.raises(SystemExit):
         if not is_heard:
             patch.setattr(Uploads, "start", lambda *_, **__: None)
         tell("train --resume one/rolling_step_000004.pt")
@@ -462,7 +473,7 @@ def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(url, c
     assert kept.read_bytes() == damaged
     assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
     assert {path.name.partition(".skipped-")[0] for path in latest.parent.glob("*.skipped-*")} == names
-    assert read_checkpoint(latest)["step"] == 9
+    assert verified(latest)["step"] == 9
 
 
 def test_auto_starts_a_new_run_on_an_empty_mirror_and_another_run_is_refused_there(url):

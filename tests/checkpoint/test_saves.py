@@ -1,7 +1,6 @@
 """Timed saves, and saves that the disk or the file system hinders."""
 
 import errno
-import json
 import math
 import os
 import re
@@ -17,18 +16,27 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MODERN, alerts_of, in_ranks, load, run_content, run_here
-from test_files import damage, names, write_checkpoint
+from conftest import MODERN, in_ranks, load, run_here
+from ground import (
+    acting_here,
+    alter,
+    around_write,
+    latest,
+    launched_again,
+    run_content,
+    status_of,
+    write_checkpoint,
+    writer_of,
+)
+from test_files import damage, names
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import saves
-from steadygpt.checkpoint.files import ROLLING, TrainState, find_checkpoint
-from steadygpt.checkpoint.saves import CheckpointWriter, Saves
+from steadygpt.checkpoint.files import ROLLING, TrainState
+from steadygpt.checkpoint.saves import Saves
 from steadygpt.checkpoint.table import checkpoint_table
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined
-
-STARTS = run_content(0)["launches"]
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def run(tmp_path, monkeypatch):
         run.captured.append(run.step)
         return run_content(run.step)
 
-    writer = CheckpointWriter(config, STARTS, run.log)
+    writer = writer_of(config, run.log)
     run.saves = Saves(config, Ranks(torch.device("cpu")), run.log, stop, writer)
 
     def save_if_due():
@@ -67,7 +75,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def writer(tmp_path):
     """A writer that keeps two rolling checkpoints; writer.write(step, *tiers) saves a step."""
-    writer = CheckpointWriter(TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=2), STARTS, Mock())
+    writer = writer_of(TrainConfig(checkpoint_dir=str(tmp_path), keep_checkpoints=2), Mock())
     writer.write = lambda step, *tiers: writer.save(step, run_content(step), [*tiers])
     return writer
 
@@ -129,9 +137,9 @@ def test_waiting_for_the_save_in_flight_does_not_make_timed_saves_rarer(run, mon
     assert run.saves.paused_s == pytest.approx(30.4)
 
 
-def test_timed_save_does_not_wait_for_a_slow_save_but_the_last_one_does_with_signs_of_life(run, monkeypatch):
-    may_write, real = threading.Event(), torch.save
-    monkeypatch.setattr(torch, "save", lambda *args: (may_write.wait(10), real(*args)))
+def test_timed_save_does_not_wait_for_a_slow_save_but_the_last_one_does_with_signs_of_life(run, inject):
+    may_write = threading.Event()
+    inject.around_write(lambda number, write: (may_write.wait(10), write()))
     for run.step in (10, 11):
         run.save_if_due()
         run.clock.now_s += 1000
@@ -149,11 +157,11 @@ def test_a_wait_for_uploads_gives_signs_of_life(run):
     assert run.log.beat.call_count == 2
 
 
-def test_the_log_is_durable_before_the_checkpoint(run, monkeypatch):
-    calls = run.log.attach_mock(save := Mock(side_effect=torch.save), "save") or run.log
-    monkeypatch.setattr(torch, "save", save)
+def test_the_log_is_durable_before_the_checkpoint(run, inject):
+    run.log.attach_mock(save := Mock(), "save")
+    inject.around_write(lambda number, write: (save(), write()))
     run.at(10)
-    assert [call[0] for call in calls.mock_calls[:2]] == ["flush", "save"]
+    assert [call[0] for call in run.log.mock_calls[:2]] == ["flush", "save"]
 
 
 def test_only_a_lower_validation_loss_is_the_best(run):
@@ -212,7 +220,7 @@ def test_old_checkpoints_are_deleted_by_content_and_none_whose_head_cannot_be_re
         write_checkpoint(tmp_path, step, ROLLING.format(step))  # later ones have older dates
     write_checkpoint(tmp_path, 80, ROLLING.format(80), saved_at=1e9)  # before the run went back
     damage(tmp_path / ROLLING.format(10), "truncated")
-    CheckpointWriter(writer.config, STARTS, Mock()).save(50, run_content(50), [ROLLING.format(50)])
+    writer_of(writer.config, Mock()).save(50, run_content(50), [ROLLING.format(50)])
     assert names(tmp_path)[1:] == [ROLLING.format(step) for step in (10, 40, 50)]
 
 
@@ -221,10 +229,10 @@ def test_a_clock_that_was_set_back_deletes_no_newer_checkpoint(writer, tmp_path,
     for step in (10, 20, 30, 40):
         monkeypatch.setattr(time, "time", lambda step=step: 1e9 - step)
         if launches > 1:
-            writer = CheckpointWriter(writer.config, STARTS, Mock())
+            writer = writer_of(writer.config, Mock())
         writer.save(step, run_content(step), [ROLLING.format(step)])
     assert names(tmp_path) == ["latest.pt", "latest_backup.pt", ROLLING.format(30), ROLLING.format(40)]
-    assert find_checkpoint("latest", tmp_path).checkpoint["step"] == 40
+    assert latest(tmp_path)["step"] == 40
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -238,9 +246,8 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
         there = [*tmp_path.glob("*.pt")]
         if there:
             path = random.choice(there)
-            content = load(path)
-            content["launches"].append(STARTS[0] | {"id": f"{number:016x}", "step": content["step"]})
-        writer = CheckpointWriter(config, content["launches"], Mock())
+            content = launched_again(load(path), f"{number:016x}")
+        writer = writer_of(config, Mock(), content=content)
         if there:
             writer.resume(content, path)
         manager = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
@@ -273,33 +280,38 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_that_comes_during_a_save_stops_the_run(workdir, monkeypatch, number):
-    write = saves.write_temporary
-    signals = [number]
+def test_a_signal_that_comes_during_a_save_stops_the_run(workdir, inject, number):
+    def signalled(save: int, write) -> None:
+        if save == 0:
+            os.kill(os.getpid(), number)
+        write()
 
-    def signalled(path, *args, **options):
-        while signals:
-            os.kill(os.getpid(), signals.pop())
-        return write(path, *args, **options)
-
-    monkeypatch.setattr(saves, "write_temporary", signalled)
+    inject.around_write(signalled)
     assert run_here("--checkpoint_freq", "3", "--max_steps", "300") == 0
-    status = json.loads(Path("checkpoints/status.json").read_text())
+    status = status_of("checkpoints")
     assert (status["status"], status["reason"]) == ("stopped", signal.Signals(number).name)
     assert 3 <= load("checkpoints/latest.pt")["step"] < 300
+
+
+def test_a_step_is_captured_once_for_all_its_names(workdir, inject):
+    captured = []
+    inject.change_captured(lambda content: captured.append(content["step"]) or content)
+    assert run_here("--checkpoint_freq", "4", "--steps_per_epoch", "4", "--eval_freq", "4") == 0
+    assert captured == [4, 8]
+    names = {"latest.pt", "rolling_step_000008.pt", "epoch_00002.pt", "best_model.pt"}
+    assert all(steps("checkpoints")[name] == 8 for name in names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # runs that cannot save, and launches that may not
 
 
-def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", no_space)
+def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, inject):
+    with acting_here(lambda rank: around_write(no_space)):
         for step in range(10, 100, 10):  # nine saves, one of them good
             run.at(step, seconds=1)
     run.at(100)
-    monkeypatch.setattr(torch, "save", no_space)
+    inject.around_write(no_space)
     for step in range(110, 310, 10):  # many more saves than ten, by step
         run.at(step, seconds=29)
     run.stop.check()  # 580 s since the good save
@@ -310,9 +322,9 @@ def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, monk
     assert events == ["save failed", *[""] * 8, "save failed", *[""] * 19]
 
 
-def test_without_timed_saves_ten_failed_ones_stop_the_run(run, monkeypatch):
+def test_without_timed_saves_ten_failed_ones_stop_the_run(run, inject):
     run.saves.interval_s, run.pause_s = 0, 1.0
-    monkeypatch.setattr(torch, "save", no_space)
+    inject.around_write(no_space)
     for step in range(10, 110, 10):
         run.at(step)
         run.stop.check()
@@ -321,9 +333,9 @@ def test_without_timed_saves_ten_failed_ones_stop_the_run(run, monkeypatch):
         run.stop.check()
 
 
-def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, monkeypatch, capsys):
-    alerts = alerts_of(monkeypatch)
-    monkeypatch.setattr(torch, "save", no_space)
+def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, inject, capsys):
+    alerts = inject.alerts_of_runs()
+    inject.around_write(no_space)
     assert run_here("--checkpoint_freq", "1", "--max_steps", "1000") == 1
     assert [event for event, _ in alerts] == ["started", "save failed", "failed"]
     out, err = capsys.readouterr()
@@ -411,10 +423,12 @@ def test_a_choice_of_an_older_file_keeps_a_newest_one_that_cannot_be_read(workdi
 def test_optimizer_state_of_another_shape_is_refused_before_anything_is_changed(workdir):
     """A fused AdamW would write beyond the end of such a tensor."""
     run_here(*MODERN, "--max_steps", "4")
-    checkpoint = load("checkpoints/latest.pt")
-    moments = checkpoint["optimizer"]["wte.weight"]
-    moments["exp_avg"] = moments["exp_avg"][:3].clone()
-    torch.save(checkpoint, "checkpoints/latest.pt")
+
+    def cut(content: dict) -> None:
+        moments = content["optimizer"]["wte.weight"]
+        moments["exp_avg"] = moments["exp_avg"][:3].clone()
+
+    alter("checkpoints/latest.pt", cut)
     before = files_of(workdir)
     expected = r"wte.weight.exp_avg is \(3, 16\) torch.float32; expected \(\d+, 16\) torch.float32"
     with pytest.raises(UserError, match=f"^checkpoints/latest.pt: {expected}"):
@@ -432,12 +446,10 @@ def test_muon_beta2_may_be_switched_off_and_on(workdir):
 def save_slowly(folder: str) -> None:
     with joined("cpu", timeout_minutes=0.05) as ranks:
         config = TrainConfig(checkpoint_dir=folder, checkpoint_minutes=0.0)
-        writer = CheckpointWriter(config, STARTS, Mock()) if ranks.is_main else None
+        writer = writer_of(config, Mock()) if ranks.is_main else None
         saves = Saves(config, ranks, Mock(), StopSignal(ranks, max_hours=0), writer)
-        real = torch.save
-        torch.save = lambda *args: (time.sleep(4), real(*args))
+        around_write(lambda number, write: (time.sleep(0 if number else 4), write()))
         saves.save(1, lambda: run_content(1), [])
-        torch.save = real
         saves.save(2, lambda: run_content(2), [])
         assert saves.is_saved(2)
 

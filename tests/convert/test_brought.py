@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import reference_model, run_here, write_shard
+from ground import verified
 from prepared import ids_of, prepare, refused
 from safetensors.torch import load_file, save_file
 from test_convert_hf import SMALL, assert_same_weights, checkpoint_of, mistake
@@ -21,7 +22,6 @@ import convert_hf
 from convert_hf import write_folder
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import open_shard
 from steadygpt.prepare.source_files import find_files
@@ -254,7 +254,7 @@ def test_ids_of_an_unknown_tokenizer_need_only_their_number():
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("ids:1500", 1500)
     shape = "--num_layers 1 --num_heads 1 --embd_size 16"
     assert run_here(*f"--data_dir data --checkpoint_dir run {shape} {STEPS}".split()) == 0
-    assert read_checkpoint(Path("run/latest.pt"))["model_config"]["vocab_size"] == 1500
+    assert verified("run/latest.pt")["model_config"]["vocab_size"] == 1500
     Path("text.txt").write_text("one two " * 100)
     refused("--source text.txt --tokenizer ids:1500", "ids:1500: only the number of ids is known; text needs the token")
 
@@ -266,9 +266,9 @@ def test_shards_without_a_manifest_have_the_vocabulary_of_the_weights():
     Path("plain").mkdir()
     write_shard(Path("plain/a_train_000000.npy"), np.arange(2000, dtype=np.uint16) % 290)
     assert run_here(*f"--init_from weights.pt --data_dir plain --checkpoint_dir run {STEPS}".split()) == 0
-    checkpoint = read_checkpoint(Path("run/latest.pt"))
+    checkpoint = verified("run/latest.pt")
     assert checkpoint["model_config"]["vocab_size"] == 300
-    assert checkpoint["tokenizer_sha256"] == read_checkpoint(Path("weights.pt"))["tokenizer_sha256"] != ""
+    assert checkpoint["tokenizer_sha256"] == verified("weights.pt")["tokenizer_sha256"] != ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from conftest import TINY, assert_same_state, command, environment, folders, fork, load, metrics, need_gpus, run_here
+from conftest import TINY, command, environment, folders, fork, load, need_gpus, run_here
+from ground import assert_same_state, metrics
 
 from steadygpt.base.options import run_cli
 from steadygpt.run.identity import RUN

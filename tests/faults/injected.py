@@ -1,106 +1,30 @@
 """Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
-import contextlib
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 import torch
+from ground import (
+    around_model,
+    around_save_calls,
+    around_step,
+    around_write,
+    before_task_batch,
+    before_validation_batch,
+    change_loss,
+    load_tokenizer_by,
+    open_checkpoints_by,
+    write_half,
+)
 
-import hellaswag_eval as scores
-import train
-from steadygpt.base.durable import UncachedFile
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint import files
-from steadygpt.data import tokenizer
-
-# ---------------------------------------------------------------------------------------------------------------------
-# where recorders and faults hook into training
-
-
-def around_step(
-    before: Callable | None = None, next_batch: Callable | None = None, after: Callable | None = None
-) -> None:
-    """Install callbacks around train.train_step; no other function here depends on its signature.
-
-    Args:
-        before: before(step, stop), called at the start of each step.
-        next_batch: next_batch(step, batches), called in place of batches.next().
-        after: after(step, model), called when a step is complete, but not when a stop interrupted it.
-    """
-    train_step = train.train_step
-
-    def wrapped_step(run, batches):
-        step = run.state.step
-        if before:
-            before(step, run.guard.stop)
-        wrapped = SimpleNamespace(next=lambda: next_batch(step, batches)) if next_batch else batches
-        result = train_step(run, wrapped)  # raises Stopped when interrupted
-        if after:
-            after(step, run.model)
-        return result
-
-    train.train_step = wrapped_step
-
-
-def before_validation_batch(do: Callable[[], None]) -> None:
-    """Call do() before each validation batch. Only those are read while gradients are disabled."""
-    next_batch = train.BatchLoader.next
-
-    def wrapped_next(loader):
-        if not torch.is_grad_enabled():
-            do()
-        return next_batch(loader)
-
-    train.BatchLoader.next = wrapped_next
-
-
-def around_save_calls(do: Callable) -> None:
-    """Call do(save, call, name, *files) before each system call of the saving thread.
-
-    Saves are numbered from 1, the calls of a save from 0. An fsync in another thread calls do(0, 0, "fsync", file).
-    """
-    save, call = 0, -1
-
-    def intercepted(name: str, function: Callable) -> Callable:
-        def wrapper(*args):
-            nonlocal save, call
-            if threading.current_thread().name.startswith("checkpoint"):
-                save, call = (save + 1, 0) if name == "write" else (save, call + 1)
-                do(save, call, name, *args)
-            elif name == "fsync":
-                do(0, 0, name, *args)
-            return function(*args)
-
-        return wrapper
-
-    for name in ("fsync", "link", "replace", "unlink"):
-        setattr(os, name, intercepted(name, getattr(os, name)))
-    UncachedFile._drain = intercepted("write", UncachedFile._drain)  # called once per save of a model this small
-
-
-@contextlib.contextmanager
-def acting_here(*faults: Callable[[int], None]) -> Iterator[None]:
-    """Let faults act on the runs of this process, as on rank 0, up to the end of the block."""
-    hooks = [(train, "train_step"), (train, "Results"), (train.GPT, "forward"), (train.BatchLoader, "next")]
-    hooks += [(torch, "save"), (torch, "compile")]
-    with pytest.MonkeyPatch.context() as patched:
-        for owner, name in hooks:
-            patched.setattr(owner, name, getattr(owner, name))  # at the end, this undoes what a fault puts there
-        for fault in faults:
-            fault(0)
-        yield
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # recorders
@@ -109,7 +33,7 @@ def acting_here(*faults: Callable[[int], None]) -> Iterator[None]:
 def record_weights(rank: int) -> None:
     """Append [step, rank, hash of the weights] to weights.jsonl after each completed step."""
 
-    def record(step, model):
+    def record(step, model, optimizer):
         digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
         with open("weights.jsonl", "a") as file:
             file.write(json.dumps([step, rank, digest.hexdigest()]) + "\n")
@@ -148,7 +72,7 @@ def kill_at(save: int, call: int, rank: int) -> None:
     def kill(now_save: int, now_call: int, name: str, *files) -> None:
         if (now_save, now_call) == (save, call):
             if name == "write":
-                os.write(files[0].fileno(), files[0].buffer[: files[0].buffer.tell() // 2])
+                write_half(files[0])
             os.kill(os.getpid(), signal.SIGKILL)
 
     around_save_calls(kill)
@@ -183,10 +107,9 @@ def raise_in_step(step: int, which_rank: int, rank: int) -> None:
 
 def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
     """Make the loss or gradient of one rank NaN, infinite or large in some steps; "validation" counts as a step."""
-    forward, now = train.GPT.forward, []
+    now = []
 
-    def bad_forward(model, *args, **kwargs):
-        terms = forward(model, *args, **kwargs)
+    def change(model, terms: dict) -> dict:
         if not now:  # the plan counts the memory of a step
             return terms
         if rank != which_rank or (now[-1] if model.training else "validation") not in steps:
@@ -198,34 +121,30 @@ def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
         return {"loss": {"nan loss": loss * math.nan, "inf loss": loss + math.inf, "large loss": loss * 3}[kind]}
 
     around_step(before=lambda step, stop: now.append(step))
-    train.GPT.forward = bad_forward
+    change_loss(change)
 
 
 def flip_bit(step: int, which_rank: int, name: str, kind: str, rank: int) -> None:
     """Flip a bit of a weight, or of a kind of the optimizer's state for it, on one rank, after a step."""
-    take_step = train.train_step
 
-    def flipping(run, batches):
-        result = take_step(run, batches)
-        if (run.state.step, rank) == (step + 1, which_rank):
-            weight = run.model.get_parameter(name)
-            tensor = run.optimizer.state[weight][kind] if kind else weight.detach()
+    def flip(now, model, optimizer):
+        if (now, rank) == (step, which_rank):
+            weight = model.get_parameter(name)
+            tensor = optimizer.state[weight][kind] if kind else weight.detach()
             getattr(tensor, "to_local", lambda: tensor)().view(-1).view(torch.int32)[0] ^= 1 << 12
-        return result
 
-    train.train_step = flipping
+    around_step(after=flip)
 
 
 def fail_save(number: int, error: Exception, rank: int) -> None:
     """Make one save fail, counted from 0."""
-    save, numbers = torch.save, itertools.count()
 
-    def failing_save(*args):
-        if next(numbers) == number:
+    def failing(now: int, write: Callable) -> None:
+        if now == number:
             raise error
-        save(*args)
+        write()
 
-    torch.save = failing_save
+    around_write(failing)
 
 
 def fail_reads(name: str, number: int, end: bool, rank: int) -> None:
@@ -245,52 +164,42 @@ def fail_reads(name: str, number: int, end: bool, rank: int) -> None:
             buffer[: len(data)] = data
             return len(data)
 
-    real = files.open_to_read
+    def opened(path: Path, open_file: Callable):
+        return io.BufferedReader(FailingFile(path)) if path.name == name else open_file(path)
 
-    def opened(path: Path):
-        return io.BufferedReader(FailingFile(path)) if path.name == name else real(path)
-
-    files.open_to_read = opened
+    open_checkpoints_by(opened)
 
 
 def no_tokenizer(which_rank: int, rank: int) -> None:
     """Make the tokenizer of samples and HellaSwag unavailable on one rank."""
 
-    tokenizer_on_all = train.tokenizer_on_all
-
     def fail(record):
         raise UserError(f"the vocabulary of {record.tokenizer!r} could not be downloaded")
 
-    def failing(*args):
-        if rank == which_rank:
-            tokenizer.load_tokenizer = fail
-        return tokenizer_on_all(*args)
-
-    train.tokenizer_on_all = failing
+    if rank == which_rank:
+        load_tokenizer_by(fail)
 
 
 def pause_before_training(rank: int) -> None:
     """Print "building" before the model is built, and wait for a signal."""
-    build_model = train.build_model
 
-    def paused_build(*args):
+    def wait() -> None:
         print("building", flush=True)
         time.sleep(60)
-        return build_model(*args)
 
-    train.build_model = paused_build
+    around_model(before=wait)
 
 
 def pause(moment: str, expire: bool, rank: int) -> None:
     """Print "paused in MOMENT" once and wait for a signal; with `expire`, let --max_hours pass instead."""
     stops, paused, last_rank = [], [], int(os.environ.get("WORLD_SIZE", "1")) - 1
-    torch_save, score_batch = torch.save, scores.score_batch
 
     def here(where: str | None) -> None:
         if where == moment and not paused and rank == (0 if moment == "save" else last_rank):
             paused.append(where)
             print(f"paused in {moment}", flush=True)
-            stops[0].deadline = 0 if expire else math.inf
+            if expire:
+                stops[0].pass_deadline()
             # Rank 0 saves, but the signal may go to another rank: a pause in a save therefore ends after 2 s.
             for _ in range(200 if moment == "save" else 1000):
                 if not expire and not stops[0].asked:
@@ -300,14 +209,11 @@ def pause(moment: str, expire: bool, rank: int) -> None:
         here({3: "micro-step", 9: "last step of an epoch"}.get(step))
         return batches.next()
 
-    def paused_save(*args):
+    def paused_write(number: int, write: Callable) -> None:
         here("save")
-        torch_save(*args)
-
-    def paused_score(*args):
-        here("hellaswag")
-        return score_batch(*args)
+        write()
 
     around_step(before=lambda step, stop: stops.append(stop), next_batch=paused_batch)
     before_validation_batch(lambda: here("evaluation"))
-    torch.save, scores.score_batch = paused_save, paused_score
+    before_task_batch(lambda: here("hellaswag"))
+    around_write(paused_write)

@@ -1,6 +1,5 @@
 """NaN, infinity and loss spikes: every rank skips the same update and reports it; no checkpoint contains NaN."""
 
-import json
 import math
 import re
 import shutil
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same_state, folders, load, metrics, run_here
+from conftest import folders, load, run_here
+from ground import SCORE_FILES, acting_here, alter, assert_same_state, metrics, status_of
 from harness import run_to_end
-from injected import acting_here, bad_numbers, record_weights, signal_at, weights_of_steps
+from injected import bad_numbers, record_weights, signal_at, weights_of_steps
 
 import train
 
@@ -33,15 +33,15 @@ def trained(workdir, capsys):
 
 
 def assert_finite(folder: str) -> None:
-    """Assert that all numbers in all checkpoints and in evaluations.json are finite."""
+    """Assert that all numbers in all checkpoints and records of scores are finite."""
     for path in Path(folder).glob("*.pt"):
         saved = load(path)
         moments = [tensor for state in saved["optimizer"].values() for tensor in state.values()]
         assert all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]), path
         numbers = (saved["loss"], saved["val_loss"], saved["best_val_loss"], *saved["recent_losses"])
         assert all(number is None or math.isfinite(number) for number in numbers), path
-    for path in Path(folder).glob("evaluations.json"):
-        assert not re.search("NaN|Infinity", path.read_text()), path
+    for path in (Path(folder, name) for name in {*SCORE_FILES, "metrics.jsonl"}):
+        assert not (path.exists() and re.search("NaN|Infinity", path.read_text())), path
 
 
 def assert_update_skipped(folder: str, first: int, last: int) -> None:
@@ -84,7 +84,7 @@ def test_the_commands_suggested_after_bad_steps_work(trained, flags):
     advice = r"^warning: stopping after 3 .* of step 4, .* Resume with (--resume latest .*?), or skip these"
     ((advice),) = re.findall(advice, text, re.M)
     assert ("--precision fp32" in advice) == ("bf16" in flags)
-    state = json.loads(Path("run/status.json").read_text())
+    state = status_of("run")
     assert (state["status"], state["step"], load("run/latest.pt")["step"]) == ("failed", 4, 4)
     assert "3 consecutive steps" in state["reason"]
     assert_finite("run")
@@ -121,7 +121,7 @@ def test_a_nan_validation_loss_is_never_the_best(trained):
 def test_a_loss_spike_is_reported_and_optionally_skipped(trained, skip):
     """The losses before it are those of the checkpoint."""
     trained("--max_steps", "4")
-    torch.save(load("run/latest.pt") | {"recent_losses": [5.5, 5.6] * 64}, "run/latest.pt")
+    alter("run/latest.pt", recent_losses=[5.5, 5.6] * 64)
     _, text = trained("--resume", "--skip_spikes", skip, faults=[partial(bad_numbers, [6], "large loss", 0)])
     (warning,) = re.findall(r"^warning: step 6: loss \S+ is \S+ standard deviations above the mean .*", text, re.M)
     assert ("; its update was skipped" in warning) == (skip == "on")
@@ -134,7 +134,7 @@ def test_fp16_overflow_lowers_the_loss_scale_and_is_not_a_bad_step(trained):
     flags = ("--precision", "fp16", "--max_steps")
     assert trained(*flags, "4")[0] == 0
     saved = load("run/latest.pt")
-    torch.save(saved | {"scaler": saved["scaler"] | {"scale": 2.0**100}}, "run/latest.pt")
+    alter("run/latest.pt", scaler=saved["scaler"] | {"scale": 2.0**100})
     status, text = trained(*flags, "9", "--resume", "--max_bad_steps", "2")
     assert status == 0 and "finished after 9 steps" in text
     assert text.count("too large for fp16: the loss scale is lowered") == 5

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import FSDP, MODERN, TINY, assert_same_state, folders, load, metrics, write_data
+from conftest import FSDP, MODERN, TINY, folders, load, write_data
+from ground import acting_here, assert_same_state, before_validation_batch, metrics, verified
 from harness import Run, assert_equals_reference
-from injected import acting_here, bad_numbers, before_validation_batch, signal_at, wait_in_step
+from injected import bad_numbers, signal_at, wait_in_step
 
 import train
-from steadygpt.checkpoint.files import read_checkpoint
 
 
 class Launch(NamedTuple):
@@ -67,7 +67,7 @@ def take(start: Launch, recipe: Sequence[str], name: str) -> None:
         assert run.wait() == [start.status] * start.ranks, run.text()
     if start.step is not None:
         later = start.ranks > 1  # ranks agree to stop one micro-step later
-        latest = read_checkpoint(Path(name, "latest.pt"))  # a damaged one would be skipped by the next launch
+        latest = verified(f"{name}/latest.pt")  # a damaged one would be skipped by the next launch
         assert latest["step"] in range(start.step, start.step + later + 1)
 
 

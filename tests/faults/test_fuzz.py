@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPO, TINY, run_here, weights_content, write_data
+from conftest import REPO, TINY, run_here, write_data
+from ground import is_of_a_run, verified, weights_content
 from rich.console import Console
 
 import prepare_dataset
@@ -32,7 +33,7 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors, read_checkpoint
+from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
@@ -243,7 +244,7 @@ def see_shard(name: str) -> None:
 
 def see_checkpoint() -> None:
     assert len([*checkpoint_table(Path("alone"))]) == 3  # header, this file and the summary
-    assert read_checkpoint(Path("alone/latest.pt"))["model"]
+    assert verified("alone/latest.pt")["model"]
 
 
 def see_log() -> None:
@@ -323,7 +324,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
     def use(content: dict) -> None:
         checkpoint = as_checkpoint(content, Path("latest.pt"))
         assert [*details(checkpoint)]
-        if not checkpoint["launches"]:
+        if not is_of_a_run(checkpoint):
             raise UserError("converted weights")  # as history.py says it
         options, _, _ = resume_options(checkpoint["launches"][-1], config, {})
         judge(
@@ -346,7 +347,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         if rng.random() < 0.2:  # as a file
             with contextlib.suppress(Exception):  # torch.save refuses some
                 torch.save(content, "made.pt")
-            accepts(lambda: read_checkpoint(Path("made.pt")))
+            accepts(lambda: verified("made.pt"))
     assert 0 < read < count
 
 

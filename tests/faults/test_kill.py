@@ -11,12 +11,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import FSDP, MODERN, TINY, assert_same_state, evaluations, folders, load, write_data
+from conftest import FSDP, MODERN, TINY, folders, load, write_data
+from ground import CALLS_OF_SCORES, assert_same_state, evaluations, latest, phase_in
 from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes
 from injected import kill_at, record_save_calls
-
-from steadygpt.checkpoint.files import find_checkpoint
-from steadygpt.run.launches import phase_of
 
 FLAGS = ("--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
 
@@ -77,7 +75,7 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
                 assert int(resumed[1]) >= reported, f"step {reported} was reported as saved, but is lost"
             reported = max(reported, last_reported(text))
             if reported >= 0:
-                assert find_checkpoint("latest", Path(name)).checkpoint["step"] >= reported
+                assert latest(name)["step"] >= reported
             within_saves += save_in_progress(name, since_ns)
             if re.search("^finished|is finished", text, re.MULTILINE):
                 left.pop(0)
@@ -118,7 +116,7 @@ def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "
 ])  # fmt: skip
 def test_kill_at_random_instants(sources, least, where, start, parts, record_property):
     kill_repeatedly(least, start, where, record_property, parts)
-    assert phase_of(load("run0/latest.pt")["launches"]).number == len(parts) - 1
+    assert phase_in("run0/latest.pt").number == len(parts) - 1
 
 
 THREE = (3, "--total_batch_size", "192")  # processes, and a batch that they divide
@@ -161,9 +159,7 @@ CALLS = [
     "link latest.pt .best_model.pt.tmp",
     "replace .best_model.pt.tmp best_model.pt",
     "fsync reference",
-    "fsync .evaluations.json.tmp",
-    "replace .evaluations.json.tmp evaluations.json",
-    "fsync reference",
+    *CALLS_OF_SCORES,
 ]
 
 
@@ -212,7 +208,7 @@ def test_kill_at_each_call_of_a_save(short_run, call):
         return
     reported = last_reported(run.text())
     assert reported >= 2
-    assert find_checkpoint("latest", Path(name)).checkpoint["step"] >= reported
+    assert latest(name)["step"] >= reported
     assert_resumes(name, *SHORT, measured=("loss", "grad_norm", "val_loss"))
     assert_same_state(load("reference/best_model.pt"), load(f"{name}/best_model.pt"))
     assert evaluations(name) == evaluations("reference")
@@ -235,7 +231,7 @@ def test_kill_at_each_call_of_a_save_by_an_evaluation(reference, call):
     if run.wait() == [0]:
         assert call >= len(calls_of_saves()[3])
         return
-    assert find_checkpoint("latest", Path(name)).checkpoint["step"] in (8, 12)
+    assert latest(name)["step"] in (8, 12)
     assert_resumes(name, *EVALUATED, measured=("loss", "grad_norm", "val_loss"))
     assert_same_state(load("reference/best_model.pt"), load(f"{name}/best_model.pt"))
     assert evaluations(name) == evaluations("reference")

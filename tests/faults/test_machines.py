@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, environment, folders, load, metrics, write_data
+from conftest import REPO, TINY, environment, folders, load, write_data
+from ground import alter, metrics
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
 pytestmark = [
@@ -197,7 +198,7 @@ def test_a_machine_with_newer_checkpoints_on_its_own_disk_is_not_ignored(network
         run_to_end(*FLAGS, "--max_steps", "20", *folders("run"), ranks=2)
     shutil.copytree("m2/run", "m1/run")
     for path in Path("m1/run").glob("*.pt"):
-        torch.save(load(path) | {"saved_at": 1.0}, path)
+        alter(path, saved_at=1.0)
     both = [network.start(name, nnodes="2", **ONCE) for name in ("m1", "m2")]
     for machine in both:
         assert "m2:" in (line := refusal_of(machine)) and "has newer checkpoints than rank 0's" in line

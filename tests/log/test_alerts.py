@@ -1,5 +1,6 @@
 """Alerts received by a real HTTP server on this machine."""
 
+import itertools
 import json
 import re
 import socket
@@ -13,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, run_here
-from injected import acting_here, bad_numbers, signal_at
+from ground import acting_here, change_grad_norm
+from injected import bad_numbers, fail_save, signal_at
 
-import train
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint import saves
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
 from steadygpt.log.alerts import Alerts
@@ -200,15 +200,13 @@ def test_the_url_of_a_webhook_is_accepted():
 # whole runs
 
 
-def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys, monkeypatch):
-    clip, calls = torch.nn.utils.clip_grad_norm_, []
+def nan_norms_from_step_2(rank: int) -> None:
+    steps = itertools.count()
+    change_grad_norm(lambda norm: norm if next(steps) < 2 else torch.tensor(float("nan")))
 
-    def nan_from_the_third_step(*arguments):
-        calls.append(clip(*arguments))
-        return torch.tensor(float("nan")) if len(calls) >= 3 else calls[-1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train.nn.utils, "clip_grad_norm_", nan_from_the_third_step)
+def test_run_sends_alerts_and_keeps_their_url_secret(workdir, webhook, capsys):
+    with acting_here(nan_norms_from_step_2):
         assert run_here("--alert_url", webhook.url, "--use_tensorboard") == 1
     assert run_here("--alert_url", webhook.url, "--resume", "latest", "--use_tensorboard") == 0
     started, bad_steps, failed, resumed, differs, finished = webhook.texts()
@@ -231,18 +229,6 @@ def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # each event of docs/monitoring.md
-
-
-def a_disk_that_fails_once(monkeypatch) -> None:
-    write = saves.write_temporary
-    failures = iter([OSError(28, "No space left on device")])
-
-    def failing(path, *args, **options):
-        for error in failures:
-            raise error
-        return write(path, *args, **options)
-
-    monkeypatch.setattr(saves, "write_temporary", failing)
 
 
 def replicas_that_differ(monkeypatch) -> None:
@@ -270,7 +256,7 @@ EVENTS = {
     "failed": (("--max_bad_steps", "2"), (partial(bad_numbers, range(2, 9), "nan loss", 0),), None, False),
     "bad steps": ((), (partial(bad_numbers, [3], "nan loss", 0),), None, False),
     "spike": ((), (partial(bad_numbers, [6], "large loss", 0),), short_windows, False),
-    "save failed": ((), (), a_disk_that_fails_once, False),
+    "save failed": ((), (partial(fail_save, 0, OSError(28, "No space left on device")),), None, False),
     "corruption": ((), (), replicas_that_differ, False),
     "resume differs": (("--resume", "checkpoints/rolling_step_000002.pt"), (), losses_that_are_logged_wrongly, True),
 }

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import evaluations, open_log, run_here, scalars
+from conftest import run_here, scalars
+from ground import evaluations, open_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import open_log, run_here
+from conftest import run_here
+from ground import open_log
 
 from steadygpt.base.options import UserError, option
 from steadygpt.config import TrainConfig

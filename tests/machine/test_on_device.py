@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, FSDP, folders, in_ranks, metrics, options_in
+from conftest import DEVICE, FSDP, folders, in_ranks
+from ground import metrics, options_in
 from harness import Run, run_to_end
 
 import hellaswag_eval as scores

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FSDP, built, in_ranks, write_data
+from conftest import FSDP, in_ranks, write_data
+from ground import batches_of, built, model_of, take_step
 
-import train
 from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError
@@ -104,21 +104,21 @@ def ranks_stop_by_the_check_after_the_next(ranks: Ranks) -> None:
 
 def gradients_stay_in_the_buckets(folder: str, ranks: Ranks) -> None:
     run, found = built("--data_dir", folder, "--mini_batch_size", "1", ranks=ranks), []
-    loader = run.training_batches()
+    loader = batches_of(run)
 
     def next_batch():
-        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in model_of(run).parameters() if p.grad is not None]
         found.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
         return loader.next()
 
     for _ in range(4):
-        train.train_step(run, SimpleNamespace(next=next_batch))
+        take_step(run, SimpleNamespace(next=next_batch))
     loader.close()
     # One bucket, already in the first micro-step; DDP arranges it anew in the second step.
     assert [len(storages) for storages in found] == [1] * 8
     assert found[0] == found[1]
     assert found[4] == found[5] == found[6] == found[7]
-    assert run.forward.bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
+    assert model_of(run, wrapped=True).bucket_bytes_cap == 100 * 2**20  # torch.compile cuts its graphs at the buckets
 
 
 def test_gradients_stay_in_the_buckets_of_ddp(tmp_path):
@@ -135,10 +135,10 @@ def gradients_are_summed_once_a_step(folder: str, ranks: Ranks) -> None:
         sums = dist.all_reduce(bucket.buffer().div_(ranks.world_size), async_op=True).get_future()
         return sums.then(lambda future: future.value()[0])
 
-    run.forward.register_comm_hook(None, hook)
-    with closing(run.training_batches()) as batches:
+    model_of(run, wrapped=True).register_comm_hook(None, hook)
+    with closing(batches_of(run)) as batches:
         for _ in range(2):
-            train.train_step(run, batches)
+            take_step(run, batches)
     assert buckets == [0, 0]
 
 
@@ -153,8 +153,8 @@ def shards_of_gradients_are_summed_once_a_step(folder: str, ranks: Ranks) -> Non
         return reduce_scatter(*args, **options)
 
     setattr(dist, name, counted)
-    with closing(run.training_batches()) as batches:
-        train.train_step(run, batches)
+    with closing(batches_of(run)) as batches:
+        take_step(run, batches)
     assert len(sums) == 3  # two blocks and the rest
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from conftest import run_content
+from ground import launch_of, options_of, run_content, with_options
 from test_config import parse
 
 from steadygpt.base.options import UserError
@@ -15,11 +15,7 @@ from steadygpt.run.history import resume_options
 
 def start(config=None, **decisions) -> Launch:
     """Return a launch that was asked for these options, in the record of a checkpoint."""
-    [entry] = run_content(3)["launches"]
-    return entry | {
-        "options": {name: getattr(config or TrainConfig(), name) for name in STORED},
-        "decisions": decisions,
-    }
+    return launch_of(config or TrainConfig(), **decisions)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +103,7 @@ def test_flags_that_need_other_options_accept_them_from_the_checkpoint(before, f
 
 
 def test_options_missing_from_the_checkpoint_keep_their_defaults():
-    content = run_content(3)
-    del content["launches"][0]["options"]["sharding"]
-    content["launches"][0]["options"]["no_longer_there"] = 1
-    found = as_checkpoint(content, Path("latest.pt"))["launches"][0]["options"]
+    content = with_options(run_content(3), no_longer_there=1)
+    del options_of(content)["sharding"]
+    found = options_of(as_checkpoint(content, Path("latest.pt")))
     assert found == {name: f.default for name, f in FIELDS.items() if name in STORED}

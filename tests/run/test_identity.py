@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import upload_manager
-from conftest import folders, load, metrics, options_in, run_here, scalars
-from stories import launches, tell
+from conftest import folders, load, run_here, scalars
+from ground import SCORE_FILES, acting_here, alter, in_place_of_training, launches, metrics, options_in, with_options
+from stories import tell
 
-import train
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.mirror import Mirror
 from steadygpt.log.metrics import read_status
@@ -160,14 +160,13 @@ def test_a_folder_is_the_same_run_by_its_inode_or_by_machine_and_path(url, machi
     assert this_machine() == socket.gethostname()
 
 
-def killed(*_) -> int:
+def killed() -> int:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("first", ["start one --max_steps 3 --resume auto", "start one"])
-def test_a_run_that_is_killed_before_its_first_save_stays_the_same_run(url, monkeypatch, first):
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(train, "run_to_end", killed)
+def test_a_run_that_is_killed_before_its_first_save_stays_the_same_run(url, first):
+    with pytest.raises(KeyboardInterrupt), acting_here(lambda rank: in_place_of_training(killed)):
         tell(first)
     before = read_run(Path("one")).id
     tell("start one --max_steps 3 --resume auto --use_tensorboard")
@@ -238,7 +237,7 @@ def test_files_of_the_user_stay_in_the_folder_of_a_run(url):
     assert left == {*names, ".folder.tmp"}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.json", "log.txt"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", *SCORE_FILES, "log.txt"])
 def test_a_pipe_in_place_of_a_file_is_refused(url, name):
     tell(f"start one --max_steps 3 --eval_freq 1\nrm one/{name}; mkfifo one/{name}")
     with pytest.raises(UserError, match=f"one/{name}: a pipe or a device; expected a file"):
@@ -259,7 +258,7 @@ def test_a_restore_is_the_folder(url):
         assert restored[Path("one", name)].startswith(before[Path("gone", name)])
     events = {path.name for path in before if path.parent.name == "tensorboard"}
     assert events < {path.name for path in restored if path.parent.name == "tensorboard"}
-    assert {path.name for path in restored} - events >= {"evaluations.json", "latest.pt", "run.json", "status.json"}
+    assert {path.name for path in restored} - events >= {*SCORE_FILES, "latest.pt", "run.json", "status.json"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,10 +286,9 @@ def test_the_name_of_a_run_is_that_of_its_folder_unless_it_is_given(url, story):
     )
 
 
-def test_a_fork_that_is_killed_before_its_first_save_keeps_its_options(url, monkeypatch):
+def test_a_fork_that_is_killed_before_its_first_save_keeps_its_options(url):
     tell("start one --max_steps 4 --checkpoint_freq 2")
-    with monkeypatch.context() as patched:
-        patched.setattr(train, "run_to_end", lambda run: 0)  # as if killed there
+    with acting_here(lambda rank: in_place_of_training(lambda: 0)):  # as if killed there
         tell("start two --resume one/rolling_step_000002.pt --spike_z 7")
     tell("resume two --max_steps 4")
     assert options_in("two/latest.pt").spike_z == 7
@@ -298,8 +296,7 @@ def test_a_fork_that_is_killed_before_its_first_save_keeps_its_options(url, monk
 
 def test_a_fork_has_a_best_model_of_its_own(url):
     tell("start one --max_steps 4 --checkpoint_freq 2 --eval_freq 2")
-    path = Path("one/rolling_step_000002.pt")
-    torch.save(load(path) | {"best_val_loss": 0.001}, path)
+    alter("one/rolling_step_000002.pt", best_val_loss=0.001)
     tell("start two --resume one/rolling_step_000002.pt --eval_freq 2")
     assert load("two/best_model.pt")["step"] >= 2
 
@@ -348,10 +345,9 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
     monkeypatch.setitem(sys.modules, "wandb", None)
     tell("start one --max_steps 3")
     theirs, home = f"file://{Path.cwd()}/theirs", f"{Path.cwd()}/home"
-    content = load("one/latest.pt")
     places = {"checkpoint_dir": home, "logdir": home, "tensorboard_dir": home, "run_name": "../home", "mirror": theirs}
-    content["launches"][0]["options"] |= places | {"use_wandb": True, "alert_url": "http://127.0.0.1:9"}
-    torch.save(content, "one/latest.pt")
+    options = places | {"use_wandb": True, "alert_url": "http://127.0.0.1:9"}
+    torch.save(with_options(load("one/latest.pt"), **options), "one/latest.pt")
     for name in ("run.json", "status.json"):
         record = json.loads(Path("one", name).read_text())
         options = record.get("options", {}) | places | {"use_wandb": True}
@@ -400,7 +396,7 @@ def test_no_link_in_the_folder_is_followed(victim):
     tell("start one --max_steps 3 --use_tensorboard --mirror $PWD/there\nmv one/tensorboard events")
     before = victim()
     events = "events.out.tfevents.1.host"
-    for name in ("log.txt", "metrics.jsonl", "status.json", "evaluations.json", "run.json", ".lock", "tensorboard",
+    for name in ("log.txt", "metrics.jsonl", "status.json", *SCORE_FILES, "run.json", ".lock", "tensorboard",
                  "wandb", "latest_backup.pt", ".latest.pt.tmp", ".run.json.tmp", f"tensorboard/{events}",
                  "tensorboard/rank0.pt.trace.json.gz"):  # fmt: skip
         target = Path("home", "tensorboard" if name in ("tensorboard", "wandb") else "log.txt").absolute()

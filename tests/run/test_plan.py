@@ -1,14 +1,16 @@
 """The plan: the memory that a run is expected to need, what to change when it is too much, --mini_batch_size auto."""
 
 import dataclasses
-import json
 import re
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import built, load, options_in, run_here
+from conftest import load, run_here
+from ground import acting_here, built, options_in, settled, status_of
+from injected import do_in_step
 
 import train
 from model import GPT
@@ -185,16 +187,12 @@ def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
 
 def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch):
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
-    step = train.train_step
 
-    def runs_out(run, batches):
-        if run.state.step == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(run, batches)
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(train, "train_step", runs_out)
     monkeypatch.setattr("steadygpt.run.memory.memory_bytes", lambda device: 1_000_000)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError) as raised, acting_here(partial(do_in_step, 4, run_out)):
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     assert re.fullmatch(
         r"out of memory on rank 0: 2 rows of 16 tokens: about [\d.]+ [kM]B \(estimated\); the limit is 600 kB of the 1 "
@@ -204,8 +202,7 @@ def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch):
         str(raised.value),
     )
     assert load("a/latest.pt")["step"] == 4
-    assert json.loads(open("a/status.json").read())["status"] == "failed"
-    monkeypatch.setattr(train, "train_step", step)
+    assert status_of("a")["status"] == "failed"
     assert run_here("--checkpoint_dir", "a", "--resume", "latest", "--mini_batch_size", "1") == 0
 
 
@@ -236,7 +233,7 @@ def test_the_estimate_decides(rows):
 
 def test_the_memory_of_the_rank_that_has_least_decides(workdir, monkeypatch):
     monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -needed(3) / FITS["cpu"] - 1))
-    assert built("--data_dir", "data", *FLAGS, ranks=Ranks(CPU)).config.mini_batch_size == 3
+    assert settled(built("--data_dir", "data", *FLAGS)).mini_batch_size == 3
 
 
 def test_no_number_fits_or_splits_a_step():

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import alerts_of, folders, load, metrics, open_log, run_here
-from injected import acting_here, signal_at
+from conftest import folders, load, run_here
+from ground import acting_here, alter, metrics, open_log
+from injected import signal_at
 from test_metrics import start_line, steps, write_lines
 
 from steadygpt.config import TrainConfig, parse_args
@@ -51,10 +52,13 @@ def test_equal_steps_are_reported_once_in_the_log_and_in_status_json_also_at_a_s
     assert "repeated 2 steps" in json.loads(Path("a/status.json").read_text())["resume"]
 
 
-def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_8, capsys, monkeypatch):
-    checkpoint, alerts = load("a/rolling_step_000003.pt"), alerts_of(monkeypatch)
-    checkpoint["model"]["wte.weight"].view(torch.int32)[7, 0] ^= 1 << 22
-    torch.save(checkpoint, "a/rolling_step_000003.pt")  # with a valid checksum
+def test_a_flipped_bit_in_a_restored_weight_is_one_warning_and_one_alert(run_to_8, capsys, inject):
+    alerts = inject.alerts_of_runs()
+
+    def flip(content: dict) -> None:
+        content["model"]["wte.weight"].view(torch.int32)[7, 0] ^= 1 << 22
+
+    alter("a/rolling_step_000003.pt", flip)  # with a valid checksum
     before = metrics("a", "loss")
     warning = resumed(capsys, *FROM_3)
     now = metrics("a", "loss")

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import built, write_data
+from conftest import write_data
+from ground import batches_of, built, model_of, optimizer_of, take_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import train
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
@@ -142,20 +142,20 @@ def test_an_overflow_in_fp16_is_bad_when_no_lower_scale_is_left():
 def test_a_step_with_a_nan_changes_nothing_but_the_loss_scale(optimizer, precision, tmp_path):
     data = str(write_data(tmp_path / "data"))
     flags = ("--optimizer", optimizer, "--muon_beta2", "0.9", "--precision", precision)
-    run = built("--data_dir", data, *flags, ranks=Ranks(CPU))
-    batches = run.training_batches()
-    assert train.train_step(run, batches).updated  # the first step allocates the optimizer's state
+    run = built("--data_dir", data, *flags)
+    batches, model, optimizer = batches_of(run), model_of(run), optimizer_of(run)
+    assert take_step(run, batches).updated  # the first step allocates the optimizer's state
 
     def tensors() -> list[torch.Tensor]:
-        weights = [*run.model.parameters()]
-        return [t.detach().clone() for t in (*weights, *(t for w in weights for t in run.optimizer.state[w].values()))]
+        weights = [*model.parameters()]
+        return [t.detach().clone() for t in (*weights, *(t for w in weights for t in optimizer.state[w].values()))]
 
     before = tensors()
-    hook = run.model.h[0].mlp.c_fc.weight.register_hook(lambda gradient: gradient * math.nan)
-    result = train.train_step(run, batches)
+    hook = model.h[0].mlp.c_fc.weight.register_hook(lambda gradient: gradient * math.nan)
+    result = take_step(run, batches)
     hook.remove()
     assert (result.updated, result.bad, math.isnan(result.grad_norm)) == (False, precision == "fp32", True)
     assert all(map(torch.equal, before, tensors()))
-    assert train.train_step(run, batches).updated
+    assert take_step(run, batches).updated
     batches.close()
     assert not any(map(torch.equal, before, tensors()))

@@ -1,13 +1,12 @@
 """The learning rate, the names under which a step is saved, and the length of a run in its records."""
 
 import dataclasses
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import load, run_here
+from ground import launches, run_content, with_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,8 +57,7 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
     settled = replace(config, max_steps=config.last_step(0, 0, rows_per_epoch))
     other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
     for step in range(0, settled.max_steps + 1, 1 + settled.max_steps // 20):
-        start = {"options": dataclasses.asdict(config), "decisions": {}, "step": 0, "row": 0}
-        checkpoint = {"step": step, "lr": 0.0, "launches": [start]}
+        checkpoint = with_options(run_content(step), **dataclasses.asdict(config))
         lines = [line for line in Schedule(settled, rows_per_epoch).notes(checkpoint) if line.startswith("lr ")]
         assert not lines, (step, lines)
         changed = Schedule(other, rows_per_epoch)
@@ -73,5 +71,4 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
 
 def test_the_number_of_steps_that_the_epochs_give_is_recorded(workdir):
     assert run_here("--max_steps", "0", "--num_epochs", "1") == 0
-    first_line = Path("checkpoints/metrics.jsonl").read_text().splitlines()[0]
-    assert json.loads(first_line)["how"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0
+    assert launches("checkpoints")[0]["how"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0

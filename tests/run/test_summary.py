@@ -1,13 +1,13 @@
 """The summary at the end of a run: on the screen, in log.txt and in status.json."""
 
-import json
+import itertools
 import re
 
 import pytest
 import torch
-from conftest import metrics, run_here
+from conftest import run_here
+from ground import forget_scores, metrics
 
-import train
 from steadygpt.log.metrics import read_status
 
 
@@ -35,14 +35,9 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
         assert text.endswith("\n".join(read_status(workdir / "checkpoints")["summary"]) + "\n")
 
 
-def test_summary_counts_skipped_updates(workdir, monkeypatch):
-    clip, clipped = torch.nn.utils.clip_grad_norm_, []
-
-    def sometimes_nan(*arguments):
-        clipped.append(clip(*arguments))
-        return torch.tensor(float("nan")) if len(clipped) in (3, 6) else clipped[-1]
-
-    monkeypatch.setattr(train.nn.utils, "clip_grad_norm_", sometimes_nan)
+def test_summary_counts_skipped_updates(workdir, inject):
+    steps = itertools.count()
+    inject.change_grad_norm(lambda norm: torch.tensor(float("nan")) if next(steps) in (2, 5) else norm)
     run_here()
     assert summary(workdir)["next"] == "python generate.py latest, or python convert_hf.py latest hf_model"
     assert summary(workdir)["skipped"] == "2 updates; a warning in log.txt tells why"
@@ -57,29 +52,24 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_an_earlier_validation_w
     assert re.fullmatch(r"\d.* s in total; since this launch .* s, .* of it training \(2 steps\)", found["time"])
     assert all("since this launch" in found[name] for name in ("speed", "memory", "saves"))
     assert found["tokens"].startswith("704, ") and f" ({bits:.4f} bits per byte), best " in found["loss"]
-    path = workdir / "checkpoints/evaluations.json"
-    content = json.loads(path.read_text())
-    for scores in content.values():
-        for of_step in scores.values():
-            del of_step["val_bpb"]
-    path.write_text(json.dumps(content))
+    forget_scores("checkpoints", "val_bpb")
     run_here("--resume", "latest", "--max_steps", "12")
     assert ", validation " in summary(workdir)["loss"] and "bits" not in summary(workdir)["loss"]
 
 
-@pytest.mark.parametrize(("module", "function"), [(train.nn.utils, "clip_grad_norm_"), (train, "build_model")])
-def test_exception_is_the_reason_of_a_failed_run(workdir, monkeypatch, module, function):
+@pytest.mark.parametrize("where", ["step", "model"])
+def test_exception_is_the_reason_of_a_failed_run(workdir, inject, where):
     def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
 
-    monkeypatch.setattr(module, function, fail)
+    inject.change_grad_norm(fail) if where == "step" else inject.around_model(before=fail)
     with pytest.raises(RuntimeError):
         run_here()
     status = read_status(workdir / "checkpoints")
     assert status["reason"] == "RuntimeError: CUDA error: an illegal memory access Compile with ..."
     assert status["status"] == "failed"
     assert "doing" not in status
-    assert module is train or summary(workdir)["loss"] == "none"  # there is no summary before training
+    assert where == "model" or summary(workdir)["loss"] == "none"  # there is no summary before training
 
 
 def test_summary_of_a_stopped_run_names_the_command_that_resumes_it(workdir):
