@@ -316,7 +316,7 @@ def draw(measured: dict[str, Any], file: Path, caption: str = "") -> None:
     below.set_title("difference from the uninterrupted run")
     below.plot(difference, color=picture.BLUE, linewidth=4, label="SteadyGPT", zorder=3)
     for axes in middle:
-        axes.set_title(f"nanoGPT: {times} after as many steps; each resume repeats its first batches")
+        axes.set_title(f"nanoGPT: {times}; each resume repeats its first batches")
         axes.plot(theirs["uninterrupted"], color=picture.SAND, linewidth=7, label="uninterrupted, 1 process")
         for number, (first, life) in enumerate(theirs["lives"]):
             style = {"color": picture.ORANGE, "linewidth": 1.8}
