@@ -367,9 +367,6 @@ def load_suites(
             suites.append((config.hellaswag_freq, hellaswag))
         except UserError as error:
             warn(f"no HellaSwag in this run: {error}")
-    if config.core_freq:
-        core = Suite.load(CORE, config.core_dir, config.core_examples or None, tokenizer, length, ranks)
-        suites.append((config.core_freq, core))
     return suites
 
 

@@ -2,46 +2,39 @@
 
 python look.py data/edu_fineweb10B                    # sizes, and some rows as text
 python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024     # shards of another project
-python look.py --checkpoint_dir checkpoints --step 48213 --by loss                   # worst rows first
+python look.py --checkpoint_dir checkpoints --step 48213                             # rows of a step
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from dataloader import Mixture
-from hellaswag_eval import TOKENS_PER_BATCH
+from dataloader import Mixture, Order, RowStream
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import checkpoint_files, config_of, intact_checkpoints, open_checkpoint, scan
-from steadygpt.convert.weights import ModelOptions, load_model
+from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan
+from steadygpt.config import TrainConfig
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
-from steadygpt.machine.device import autocast, choose_precision, evaluating
-from steadygpt.machine.ranks import joined
-from steadygpt.run.data import recorded_sources, tokenizer_of
-from steadygpt.run.launches import phase_of
+from steadygpt.run.schedule import with_steps
+from steadygpt.start.data import tokenizer_of
 
 BLOCK_TOKENS = 2**22  # tokens in memory at once
 
 
 @dataclass(frozen=True)
-class LookOptions(ModelOptions):
+class LookOptions:
     folder: str = option("", "folder of token shards; with --step, of checkpoints", positional=True)
     rows: int = option(3, "rows to print; 0 = none of a folder, all of a step", at_most=10**6)
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
     context_length: int = option(256, "tokens per row", "with FOLDER", at_least=1)
     seed: int = option(1337, "seed of the random choice of rows", "with FOLDER")
     step: int | None = option(None, "print the rows of this step of the run in --checkpoint_dir", "with --step")
-    by: str = option(
-        "order", "order: as in training; loss: highest first, by the checkpoint nearest to the step", "with --step",
-        choices=("order", "loss"),
-    )  # fmt: skip
+    checkpoint_dir: str = option("checkpoints", "folder of checkpoints", "with --step")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,71 +134,71 @@ def look_at_folder(options: LookOptions) -> None:
 # the rows of a step
 
 
-def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[Shard, str]]:
-    """Find the rows that a step of a checkpoint's run trained on, or will train on.
+def find_step(folder: Path, step: int) -> tuple[dict, Path]:
+    """Return a checkpoint of a run since which, or up to which, steps have had rows of the same mixture as this step.
+
+    The newest one that fits: a later launch may have changed the mixture or the number of rows.
+    """
+    path, checkpoint = open_checkpoint("latest", folder)
+    if not checkpoint["data"]:
+        raise UserError(f"{path}: converted weights; expected a checkpoint of a run, which has taken the step")
+    if step >= checkpoint["data"]["first_step"]:
+        return checkpoint, path
+    for older_path, older in intact_checkpoints(scan(folder)):
+        if older["data"]["first_step"] <= step < older["step"]:
+            return older, older_path
+    first = checkpoint["data"]["first_step"]
+    raise UserError(
+        f"--step is {step:,}; expected {first:,} or more, because there the batch size or the data changed and no "
+        f"older checkpoint is left in {folder}"
+    )
+
+
+def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[Shard, str]]:
+    """Return the rows that a step of a checkpoint's run trained on, or will train on.
 
     Returns: the mixture; the range of the step's rows in it; the source and the file of each shard, as text.
     """
-    launches = checkpoint["launches"]
-    if not launches:
-        raise UserError(f"{path}: converted weights; expected a checkpoint of a run, which has taken the step")
-    if step < launches[0]["step"]:
-        raise UserError(f"--step is {step:,}; expected {launches[0]['step']:,} or more, the first one of {path}")
-    number = max(n for n, launch in enumerate(launches) if launch["step"] <= step)
-    launch = launches[number]
-    is_last = number + 1 == len(launches)
-    config = config_of(launch)
+    config = TrainConfig(**checkpoint["options"])
+    data = checkpoint["data"]
+    order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
     streams = {}  # identity of a source -> its rows
     files: dict[Shard, str] = {}
-    for shards, stream, _ in recorded_sources(config, launch["sources"], step, checkpoint["data_fingerprint"]):
-        streams[launch["sources"][shards.name][1]] = stream
-        files |= {shard: printable(f"{shards.name}, {shard.path.name}") for shard in stream.shards}
-    end = config.last_step(launch["step"], launch["row"], sum(stream.rows_per_epoch for stream in streams.values()))
-    if is_last and step >= end:
+    for name, (folder, expected) in data["sources"].items():
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
+                "training did, or put a link to their new place there"
+            )
+        shards = ShardSet.find(name, folder, "train").for_vocab(checkpoint["model_config"]["vocab_size"])
+        found = shards.identity()
+        if found != expected:
+            raise UserError(
+                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
+                f"{expected[:12]}...; copy those back"
+            )
+        streams[expected] = RowStream(shards.shards, config.context_length, order)
+        files |= {shard: printable(f"{name}, {shard.path.name}") for shard in shards.shards}
+    epoch_rows = config.steps_per_epoch * config.rows_per_step or sum(rows.rows_per_epoch for rows in streams.values())
+    end = with_steps(config, epoch_rows, checkpoint["step"], checkpoint["rows_consumed"]).max_steps
+    if step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
-    first = launch["row"] + (step - launch["step"]) * config.rows_per_step
-    return Mixture(streams, phase_of(launches[: number + 1]), config.seed), config.step_at(first), files
-
-
-def row_losses(checkpoint: dict, rows: np.ndarray, options: LookOptions) -> np.ndarray:
-    """Compute the mean loss of each of the rows (n, T + 1) with the model of a checkpoint, (n,)."""
-    losses = []
-    T = rows.shape[1] - 1
-    with joined(options.device) as ranks, ProgressBar(desc="scoring", total=len(rows), unit="row", delay=3) as bar:
-        device = ranks.device
-        model = load_model(checkpoint).to(device)
-        precision = choose_precision(options.precision, device)
-        rows_at_once = max(1, TOKENS_PER_BATCH["cpu" if device.type == "cpu" else "gpu"] // T)
-        with evaluating(model), autocast(device, precision):
-            for batch in torch.from_numpy(rows).split(rows_at_once):
-                ids = batch.to(device)
-                loss_terms = model(ids[:, :-1], ids[:, 1:])
-                losses.append(loss_terms["loss"].view(-1, T).mean(1).cpu())
-                bar.update(len(ids))
-    return torch.cat(losses).numpy()
+    first = data["first_row"] + (step - data["first_step"]) * config.rows_per_step
+    return Mixture(streams, data["phase"], config.seed), range(first, first + config.rows_per_step), files
 
 
 def look_at_step(options: LookOptions, step: int) -> None:
-    path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
+    checkpoint, path = find_step(Path(options.checkpoint_dir), step)
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
-    mixture, step_rows, files = find_step(checkpoint, path, step)
+    mixture, step_rows, files = rows_of_step(checkpoint, path, step)
     first = step_rows.start
     last = step_rows.stop - 1
     count = len(step_rows)
     print(f"step {step:,}: rows {first:,} to {last:,}, with options of {path} at step {checkpoint['step']:,}")
     rows = mixture.read(first, count)
-    order = np.arange(count)
-    notes = [""] * count
-    if options.by == "loss":
-        nearest = sorted(scan(path.parent), key=lambda file: abs(file.head.step - step) if file.head else 0)
-        path, checkpoint = next(intact_checkpoints(nearest), (path, checkpoint))
-        losses = row_losses(checkpoint, rows, options)
-        order = np.argsort(-losses, kind="stable")
-        notes = [f"loss {loss:.4f}, " for loss in losses]
-        print(f"mean loss {losses.mean():.4f}, of {path} at step {checkpoint['step']:,}")
     shards, first_tokens = mixture.find(first, count)
-    for i in order[: options.rows or count].tolist():
-        print(f"\n--- row {i:,}: {notes[i]}{files[mixture.shards[shards[i]]]} from token {first_tokens[i]:,} on")
+    for i in range(min(options.rows or count, count)):
+        print(f"\n--- row {i:,}: {files[mixture.shards[shards[i]]]} from token {first_tokens[i]:,} on")
         print(visible(rows[i].tolist(), tokenizer))
 
 
@@ -217,15 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "nothing to show; expected a folder of token shards, or --step N of the run in --checkpoint_dir"
         )
-    unused: set[str] = set()  # options that this use of the command ignores
     if options.folder:
         group, unused_group = "with FOLDER", "with --step"
-        unused |= {f.name for f in fields(ModelOptions)}  # a folder of shards needs no model
     else:
         group, unused_group = "with --step", "with FOLDER"
     for name, f in options_of(options).items():
-        is_unused = name in unused or f.metadata["group"] == unused_group
-        if is_unused and getattr(options, name) != f.default:
+        if f.metadata["group"] == unused_group and getattr(options, name) != f.default:
             raise UserError(f"--{name} cannot be combined {group}; drop one of them")
     if options.step is None:
         look_at_folder(options)

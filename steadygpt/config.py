@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from optim import OPTIMIZERS
 from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
@@ -29,7 +30,6 @@ VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_NAME = 200  # characters
-MAX_VIRTUAL_RANKS = 8  # the most processes that compute the same bits
 
 # Options by their group in --help.
 _shape = partial(option, group="model", on_resume="never")
@@ -128,8 +128,7 @@ class TrainConfig(GPTConfig):
                             no_password=True)
 
     config: str = _run("", "preset in configs/, or a TOML file of options", on_resume="launch")
-    run_name: str = _run("", "name of the run, if not that of its folder",
-                         on_resume="place")
+    run_name: str = _run("", "name of the run, if not that of its folder", on_resume="launch")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
     precision: str = _run("auto", "auto: bf16 if supported, else fp16 on a GPU, fp32 elsewhere",
@@ -137,10 +136,9 @@ class TrainConfig(GPTConfig):
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "use torch.compile; auto: on CUDA only",
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
-    deterministic: bool = _run(False, "repeat the same bits, on up to 8 processes; slower", on_resume="never")
+    deterministic: bool = _run(False, "deterministic kernels: a GPU repeats the same bits; slower", on_resume="never")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
-    dry_run: str = _run("off", "print the plan and exit; measure: time some micro-steps too", bare="plan",
-                        choices=("off", "plan", "measure"), spellings={"True": "plan"}, on_resume="launch")
+    dry_run: bool = _run(False, "print the plan and exit", on_resume="launch")
 
     data_dir: str = _data("data/edu_fineweb10B", "folder of token shards")
     mix: str = _data("", "mixture of folders, instead of data_dir: [NAME=]FOLDER[:WEIGHT],...")
@@ -150,25 +148,23 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    micro_steps: int = _optim(0, "gradient accumulation: micro-steps per step on each rank; 0 = from "
-                              "total_batch_size", on_resume="never")
+    micro_steps: int = _optim(0, "of a new run, micro-steps per step on each rank, in place of total_batch_size",
+                              on_resume="launch")
     mini_batch_size: int = _optim(32, "micro-batch size: most rows per micro-step on each rank; auto: as many as fit",
                                   spellings={"auto": "0"}, at_most=2**24)
     optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks",
-                            choices=("adamw", "muon"), on_resume="never")
+                            choices=tuple(OPTIMIZERS), on_resume="never")
     max_lr: float = _recipe(1e-3, "peak learning rate, after the warm-up")
     min_lr: float = _recipe(1e-4, "learning rate at the end of the decay")
     schedule: str = _recipe("cosine", "after the warm-up: cosine, constant, or wsd: stable, then a cool-down",
                             choices=tuple(SCHEDULES))
     cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
-    warmup_steps: int = _recipe(715, "steps of linear warm-up; capped at a tenth of the run unless set by flag")
+    warmup_steps: int = _recipe(-1, "steps of linear warm-up; -1 = 715, at most a tenth of the run", at_least=-1)
     muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
-    muon_momentum: float = _recipe(0.95, "momentum of Muon", at_most=0.9999)
     muon_beta2: float = _recipe(0.0, "beta2 of NorMuon; 0 = off", at_most=0.9999)
     weight_decay: float = _recipe(0.1, "weight decay of matrices and embeddings")
     adam_beta1: float = _recipe(0.9, "beta1 of AdamW", at_most=0.9999)
     adam_beta2: float = _recipe(0.95, "beta2 of AdamW", at_most=0.999999)
-    adam_eps: float = _recipe(1e-8, "epsilon of AdamW", at_least=1e-20)
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data")
@@ -179,9 +175,8 @@ class TrainConfig(GPTConfig):
     max_hours: float = _optim(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
-    check_steps: int = _saves(100, "steps between comparisons of the ranks' weights")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
-    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; up to 10 if saves are slow; 0 = off")
+    checkpoint_minutes: float = _saves(1.0, "minutes between timed saves; more if saves are slow; 0 = off")
     keep_checkpoints: int = _saves(10, "newest rolling checkpoints to keep", at_least=1)
     keep_epochs: int = _saves(0, "newest epoch checkpoints to keep; 0 = all")
     resume: str = _saves("", "latest, auto (latest, or a new run), best, stable (before wsd's cool-down), a file "
@@ -190,29 +185,22 @@ class TrainConfig(GPTConfig):
     allow_changes: bool = _saves(False, "on resume, allow the recipe and the data to change", on_resume="launch")
     list_checkpoints: bool = _saves(False, "list the checkpoints in checkpoint_dir and exit", on_resume="launch")
     verbose: bool = _saves(False, "with --list_checkpoints, verify each; alias: -v", on_resume="launch", aliases=("v",))
-    mirror: str = _saves("", "object store to copy the run to, such as s3://BUCKET/RUN", on_resume="place",
+    mirror: str = _saves("", "object store to copy the run to, such as s3://BUCKET/RUN", on_resume="launch",
                          no_password=True)
-    mirror_keep: int = _saves(10, "newest rolling checkpoints to keep in the mirror; 0 = all")
-    mirror_minutes: float = _saves(10.0, "minutes between uploads of timed saves")
     background_upload: bool = _saves(True, "upload during training; off: each save waits for its upload")
 
     eval_freq: int = _evals(250, "steps between validations; 0 = off")
     eval_tokens: int = _evals(10485760, "validation tokens, equally many of each set", at_least=1)
     hellaswag_freq: int = _evals(500, "steps between evaluations on HellaSwag; 0 = off")
     hellaswag_file: str = _evals("", "HellaSwag as a .jsonl file, if not from the Hub")
-    core_freq: int = _evals(0, "steps between evaluations on CORE; 0 = off")
-    core_dir: str = _evals("", "folder of CORE's tasks")
-    core_examples: int = _evals(500, "examples of each task of CORE; 0 = all")
-    expect: str = _evals("", "prediction.json of predict.py: warn if validations leave its band")
     sample_freq: int = _evals(250, "steps between text samples; 0 = off")
     sample_prompt: str = _evals("", "prompt of the text samples, if not the start of a document")
     eval_only: bool = _evals(False, "evaluate --resume (default: latest) or --init_from, and exit", on_resume="launch")
 
     use_tensorboard: bool = _logs(False, "write curves, histograms and samples for TensorBoard")
     log_freq: int = _logs(1, "steps between log lines", at_least=1)
-    use_wandb: bool = _logs(False, "also log to Weights & Biases", on_resume="place")
+    use_wandb: bool = _logs(False, "also log to Weights & Biases", on_resume="launch")
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run")
-    system_metrics_s: float = _logs(10.0, "seconds between measurements of GPUs, CPU and memory; 0 = off")
     alert_url: str = _logs("", "webhook for alerts: Slack, Discord, ntfy or your own",
                            on_resume="launch", secret=True)
 
@@ -237,23 +225,19 @@ class TrainConfig(GPTConfig):
     def check_together(self) -> None:
         """Check options against each other; on resume, once the checkpoint's values are among them."""
         self.check_shape()
-        evaluates = self.eval_freq or self.hellaswag_freq or self.core_freq or self.sample_freq
+        evaluates = self.eval_freq or self.hellaswag_freq or self.sample_freq
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
             (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
-            (self.core_freq and not self.core_dir, "--core_freq needs --core_dir, the folder of the evaluation bundle"),
-            (self.core_dir and not self.core_freq, "--core_dir needs a --core_freq above 0"),
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
             (
                 self.eval_only and not evaluates,
-                "--eval_only needs --eval_freq, --hellaswag_freq, --core_freq or --sample_freq of 1",
+                "--eval_only needs --eval_freq, --hellaswag_freq or --sample_freq of 1",
             ),
-            (self.eval_only and self.dry_run != "off", "--eval_only and --dry_run cannot be combined; drop one"),
+            (self.eval_only and self.dry_run, "--eval_only and --dry_run cannot be combined; drop one"),
             (self.shard_size and not self.is_fsdp, "--shard_size needs --sharding fsdp"),
-            # FSDP sums gradients in an order of its own.
-            (self.deterministic and self.is_fsdp, "--deterministic needs --sharding ddp"),
         ):
             if is_wrong:
                 raise UserError(problem)
@@ -266,7 +250,7 @@ class TrainConfig(GPTConfig):
     @property
     def trains(self) -> bool:
         """Whether this is a run, which writes; a dry run and --eval_only only read."""
-        return self.dry_run == "off" and not self.eval_only
+        return not (self.dry_run or self.eval_only)
 
     def sources(self) -> dict[str, tuple[str, Fraction]]:
         """Return name -> (folder, weight) of the training data: those of mix, or data_dir alone."""
@@ -294,12 +278,9 @@ class TrainConfig(GPTConfig):
     def is_fsdp(self) -> bool:
         return {"ddp": False, "fsdp": True}[self.sharding]
 
-    def repeats_bits(self, device_type: str, world_size: int) -> bool:
-        """Return whether a launch on as many processes computes the same bits again.
-
-        In its first step, DDP sums gradients in other buckets than later, and the sum of three numbers has an order.
-        """
-        return self.deterministic or (device_type == "cpu" and (world_size <= 2 or self.is_fsdp))
+    def repeats_bits(self, device_type: str) -> bool:
+        """Return whether an equal launch computes the same bits again."""
+        return self.deterministic or device_type == "cpu"
 
     def shards(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the weights and the optimizer state."""
@@ -357,15 +338,6 @@ class TrainConfig(GPTConfig):
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the number of micro-steps in a step."""
         return self.total_batch_size // (self.mini_batch_size * self.context_length * world_size)
-
-    def with_micro_steps(self, count: int, world_size: int) -> "TrainConfig":
-        """Return the configuration with steps of so many micro-steps."""
-        tokens = self.mini_batch_size * self.context_length * world_size
-        return dataclasses.replace(self, total_batch_size=count * tokens)
-
-    def virtual_ranks(self) -> int:
-        """Return among how many virtual ranks --deterministic divides the micro-batches of a step evenly."""
-        return math.gcd(self.rows_per_step // self.mini_batch_size, MAX_VIRTUAL_RANKS)
 
 
 FIELDS = options_of(TrainConfig)

@@ -13,13 +13,11 @@ from typing import Any
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, columns_of, counted, duration_text, printable
 from steadygpt.checkpoint import files
-from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, parse_evaluations, read_evaluations
-from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.machine.digests import combined
+from steadygpt.mirror.store import Mirror
 
-TITLES = ("file", "step", "epoch", "loss", "last val", "bits/byte", "CORE", "size", "age", "state")
+TITLES = ("file", "step", "epoch", "loss", "val loss", "bits/byte", "size", "age", "state")
 # Columns that a terminal too narrow for all of them does not show, the least important first.
-EXPENDABLE = ("CORE", "epoch", "bits/byte", "size", "loss", "age", "last val", "step")
+EXPENDABLE = ("epoch", "bits/byte", "size", "loss", "age", "val loss", "step")
 Row = Mapping[str, str]  # title -> cell
 
 
@@ -34,14 +32,12 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def _row(name: str, head: files.Head | None, size: int, evaluations: Evaluations) -> Row:
+def _row(name: str, head: files.Head | None, size: int) -> Row:
     """Return the cells of a file, without its state; its size is in bytes."""
     values: dict[str, Any] = {}
     if head:
-        # A checkpoint is captured before the evaluation of its step. So its head has the scores of an earlier step,
-        # which are shown only if its own step was not evaluated.
-        values = vars(head) | evaluations.get(head.origin, {}).get(head.step, {})
-    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f", "core": ".4f"}
+        values = {**vars(head), **head.scores}
+    forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
     numbers = ["-" if values.get(key) is None else format(values[key], form) for key, form in forms.items()]
     age = duration_text(max(0.0, time.time() - head.saved_at)) if head else "-"
     return dict(zip(TITLES, (printable(name), *numbers, bytes_text(size), age), strict=False))
@@ -76,7 +72,6 @@ def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.
     checkpoints = files.scan(folder)
     if not checkpoints:
         raise files.no_checkpoints(folder)
-    evaluations = read_evaluations(folder)
     further: list[str] = []
 
     def states() -> Iterator[str]:
@@ -87,14 +82,13 @@ def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.
                     content = files.read_checkpoint(file.path)
                     if not further:
                         further.extend(["", str(file.path), *details(content, columns)])
-                    digest = f", digest {combined(content['digests'])}" if content["digests"] else ""
-                    known[file.inode] = f"intact{digest}"
+                    known[file.inode] = "intact"
                 except UserError as error:
                     known[file.inode] = str(error).removeprefix(f"{file.path}: ")
             yield known.get(file.inode, file.problem or "complete")
 
-    rows = [_row(file.path.name, file.head, file.size, evaluations) for file in checkpoints]
-    yield from _lines(rows, states(), columns, f"intact, digest {2**32 - 1}" if verbose else "complete")
+    rows = [_row(file.path.name, file.head, file.size) for file in checkpoints]
+    yield from _lines(rows, states(), columns)
     yield f"{counted(len(checkpoints), 'name')} in {folder}"
     yield from further
 
@@ -105,23 +99,18 @@ def mirror_table(mirror: Mirror, columns: float = math.inf) -> Iterator[str]:
     if not entries:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
-    evaluations: Evaluations = {}
-    if EVALUATIONS in sizes:
-        content = mirror.patiently(lambda: mirror.read(EVALUATIONS))
-        evaluations = parse_evaluations(content, f"{mirror.url}/{EVALUATIONS}")
-    rows = [_row(name, entry, entry.size, evaluations) for name, entry in entries.items()]
+    rows = [_row(name, entry, entry.size) for name, entry in entries.items()]
     is_whole = (sizes.get(entry.file) == entry.size for entry in entries.values())
     yield from _lines(rows, ("complete" if whole else "missing or incomplete" for whole in is_whole), columns)
     yield f"{counted(len(entries), 'name')} of {counted(len(set(entries.values())), 'file')} in {mirror.url}"
 
 
 def details(checkpoint: Mapping[str, Any], columns: float = math.inf) -> Iterator[str]:
-    """Yield lines about the content of a checkpoint: numbers, last launch, options, and the shapes of its weights."""
-    digest = combined(checkpoint["digests"]) if checkpoint["digests"] else ""
-    parts = {"content": {**checkpoint, "digest": digest}}
-    launches = checkpoint["launches"]
-    if launches:
-        parts |= {"last launch": launches[-1], "options": launches[-1]["options"] | launches[-1]["decisions"]}
+    """Yield lines about the content of a checkpoint: numbers, launch, options, and the shapes of its weights."""
+    parts: dict[str, Mapping] = {"content": {**checkpoint, **checkpoint["scores"]}}
+    if checkpoint["launch"]:
+        how = {name: value for name, value in checkpoint["launch"]["how"].items() if name not in checkpoint["options"]}
+        parts |= {"launch": {**checkpoint["launch"], **how}, "options": checkpoint["options"]}
     for part, values in parts.items():
         shown = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}
         for name in ("tokenizer_json", "tokenizer_files"):

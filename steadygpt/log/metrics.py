@@ -45,7 +45,7 @@ Status = TypedDict("Status", {  # noqa: UP013 (a line for each type); times are 
     "host": str, "resume": str, "summary": list[str], "warnings": list[str],
     "load": dict[str, float], "pid": Count, "ranks": Count, "step": Count, "max_steps": Count,
     "tokens": Count, "eta_s": float, "checkpoint_bytes": Count, "loss": float, "val_loss": float, "val_bpb": float,
-    "best_val_loss": float, "expected_low": float, "expected_high": float, "hellaswag_acc_norm": float, "core": float,
+    "best_val_loss": float, "hellaswag_acc_norm": float,
     "lr": float, "grad_norm": float, "memory_gb": float, "epoch": float, "tokens_per_second": float, "step_ms": float,
     "mfu": float, "elapsed_s": float, "cost": float, "cost_to_go": float, "updated_at": float, "mirrored_at": float,
 }, total=False)
@@ -56,6 +56,7 @@ class LineFile:
     """A file that lines are appended to."""
 
     def __init__(self, path: Path):
+        self.path = path
         # If the folder is a copy that is made of hard links, the original must keep its own file.
         if path.exists() and path.stat().st_nlink > 1:
             content = read_file(path, LARGEST_LOG)
@@ -76,6 +77,13 @@ class LineFile:
         """Make the lines durable."""
         self.file.flush()
         fsync(self.file.fileno())
+
+    def is_replaced(self) -> bool:
+        """Return whether the path no longer leads to this file: it was removed, or rotated."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return True
 
 
 class Metrics(LineFile):
@@ -112,6 +120,32 @@ def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[t
                     end = min(end, launch["first_step"])
                 elif first_step <= int(match[1]) < end and b'"%s": ' % key.encode() in line:
                     records.append(parse_json(line, Record, path, ""))
+
+
+def launches_from(
+    path: Path, offset: int, launch: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], list[Record]]]:
+    """Yield the launches in a metrics.jsonl from an offset on, each with its records, in the order of the file.
+
+    Args:
+        launch: the one whose records are at the offset.
+    """
+    records: list[Record] = []
+    with suppress(FileNotFoundError), open_to_read(path, LARGEST_LOG) as file:
+        file.seek(offset)
+        for line in file:
+            match = LINE.match(line)
+            if not match:
+                continue
+            with suppress(UserError):  # a power cut has broken the line
+                if match[2]:
+                    next_launch = parse_json(line, LaunchLine, path, "")
+                    yield launch, records
+                    launch = next_launch
+                    records = []
+                else:
+                    records.append(parse_json(line, Record, path, ""))
+    yield launch, records
 
 
 def read_records(path: Path, key: str = "step") -> list[Record]:

@@ -87,10 +87,8 @@ def autocast(device: torch.device, precision: str):
     return torch.autocast(device.type, dtype=AUTOCAST[precision])
 
 
-def be_deterministic(device: torch.device, threads: int, compiles: bool) -> None:
-    """Make this process compute the same bits whenever it runs; on a CPU, set the number of threads for that."""
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
+def be_deterministic(compiles: bool) -> None:
+    """Use deterministic kernels, with which this process computes the same bits whenever it runs."""
     if compiles:  # otherwise each process times a GPU's kernels and takes the fastest, which may differ
         torch._inductor.config.deterministic = True
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,7 +1,7 @@
-"""One model on several ranks: replicas of DDP, shards of FSDP2, and whole tensors from either."""
+"""One model on several ranks: replicas of DDP, shards of FSDP2, whole tensors from either, equal replicas."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from steadygpt.base.options import UserError
 from steadygpt.machine.ranks import Ranks
 
 
@@ -87,3 +88,51 @@ def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:
     # The rotary table is the same on every rank. An attribute, because torch 2.13 warns of the argument's name.
     replica.broadcast_buffers = False
     return replica
+
+
+def settle_buckets(forward: nn.Module, device: torch.device, shape: tuple[int, int], autocast: AbstractContextManager):
+    """Compute the gradients of a micro-batch of zeros, after which DDP does not rearrange its buckets again.
+
+    DDP rearranges its buckets once in a process, after the first gradients, and the order in which it sums those of
+    three ranks or more follows from their places in the buckets. Without this, the first step of a resumed run would
+    sum in another order than the same step of an uninterrupted run.
+
+    Args:
+        shape: of a micro-batch, (B, T), so that torch.compile compiles what it needs anyway.
+    """
+    if not isinstance(forward, DistributedDataParallel):
+        return
+    B, T = shape
+    rows = torch.zeros(B, T + 1, dtype=torch.int64, device=device)
+    with autocast:
+        terms = forward(rows[:, :-1], rows[:, 1:])  # slices, like those of BatchLoader
+    torch.stack(list(terms.values())).mean().backward()
+    forward.zero_grad(set_to_none=False)
+
+
+class Corrupted(UserError):
+    """Weights that should be the same on several ranks differ."""
+
+
+def compare_replicas(model: nn.Module, ranks: Ranks, shards: int) -> None:
+    """Compare the sums of the bits of the weights of ranks that should have the same weights.
+
+    Args:
+        shards: ranks that share one replica; each group of this many consecutive ranks has one.
+
+    Raises: Corrupted on all ranks, which names the ranks that are not as most.
+    """
+    if ranks.world_size == shards:
+        return
+    # A sum of integers does not depend on its order, and one changed bit always changes it.
+    own = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+    for parameter in model.parameters():
+        own += local_part(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
+    sums = ranks.concatenated(own).tolist()
+    odd = []
+    for rank, number in enumerate(sums):
+        replicas = sums[rank % shards :: shards]
+        if 2 * replicas.count(number) <= len(replicas):
+            odd.append(str(rank))
+    if odd:
+        raise Corrupted(f"rank {' and '.join(odd)}: weights not as on other ranks")
