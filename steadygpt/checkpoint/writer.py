@@ -19,6 +19,7 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import compute_alone
 
 PAUSE_SHARE = 0.01  # of the time: timed saves that pause training for longer become rarer
+LONGEST_S = 600.0  # between them, also after a save during which the machine was suspended
 MAX_FAILED = 10  # consecutive failed saves, and intervals of timed saves without a good one, after which a run stops
 # Temporary files that killed writers and downloads have left.
 STALE = re.compile(
@@ -83,7 +84,9 @@ class CheckpointWriter:
 
     def note_pause(self, pause_s: float) -> None:
         """Choose when the next timed save is due, by how long this one has paused training."""
-        self.interval_s = max(60 * self.config.checkpoint_minutes, pause_s / PAUSE_SHARE)
+        if not self.config.checkpoint_minutes:
+            return
+        self.interval_s = max(60 * self.config.checkpoint_minutes, min(pause_s / PAUSE_SHARE, LONGEST_S))
 
     def reason_to_stop(self) -> str:
         """Return the reason of StopSignal to stop for, if saves cannot succeed any more; or ""."""
