@@ -44,7 +44,7 @@ from steadygpt.run.schedule import set_rates
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start
 from steadygpt.start.data import open_data
-from steadygpt.start.find import Start, find_start, lock_run
+from steadygpt.start.find import Start, find_start, lock_run, with_checkpoint_dir
 from steadygpt.start.folder import open_folder
 from steadygpt.start.machines import agreed_command
 from steadygpt.start.memory import out_of_memory_explained
@@ -191,7 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command.list_checkpoints:
         return print_checkpoints(Path(command.checkpoint_dir), command.mirror, command.verbose)
     with joined(command.device, command.timeout_minutes) as ranks, ExitStack() as stack:
-        command, set_by, notes = agreed_command(command, set_by, ranks)
+        notes: list[str] = []
+        if ranks.world_size > 1:
+            command, set_by, notes = agreed_command(command, set_by, ranks)
+        command = ranks.from_main(lambda: with_checkpoint_dir(command, set_by))
         lock = ranks.on_main(lambda: lock_run(command, stack))
         start = find_start(command, set_by, ranks)  # only reads; skip it at first reading
         data = open_data(start, ranks)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -130,36 +130,28 @@ class Ranks:
 
     def on_each(self, compute: Callable[[], Result]) -> Result:
         """Call compute() on every rank and return this rank's result; a mistake on one rank is a UserError on all."""
-        result, error = result_or_error(compute)
-        if self.any(bool(error)):
-            if error and not self.is_main:
-                error = f"rank {self.rank} on {socket.gethostname()}: {error}"
-            errors = [text for text in self.gather(error) if text]
-            raise UserError(errors[0])
-        return cast(Result, result)
-
-    def from_main(self, compute: Callable[[], Result]) -> Result:
-        """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
-        result, error = self.broadcast(result_or_error(compute) if self.is_main else (None, ""))
-        if error:
-            raise UserError(error)
-        return cast(Result, result)
+        result: Any = None
+        problem = ""
+        try:
+            result = compute()
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{error}; fix it, then start again"
+        if self.any(bool(problem)):
+            if problem and not self.is_main:
+                problem = f"rank {self.rank} on {socket.gethostname()}: {problem}"
+            problems = [text for text in self.gather(problem) if text]
+            raise UserError(problems[0])
+        return result
 
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
         """Call compute() on rank 0 and return its result there; the other ranks wait and get None."""
-        results: list[Result] = []
-        self.from_main(lambda: results.append(compute()))
-        return results[0] if results else None
+        return self.on_each(lambda: compute() if self.is_main else None)
 
-
-def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Return the result of compute() and "", or None and the text of the user's mistake."""
-    try:
-        return compute(), ""
-    except UserError as error:
-        return None, str(error)
-    except OSError as error:
-        return None, f"{error}; fix it, then start again"
+    def from_main(self, compute: Callable[[], Result]) -> Result:
+        """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
+        return self.broadcast(cast(Result, self.on_main(compute)))
 
 
 class Stopped(Exception):

@@ -14,7 +14,6 @@ from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
-from steadygpt.start.find import with_checkpoint_dir
 
 
 def agreed_command(
@@ -27,15 +26,13 @@ def agreed_command(
 
     Returns: the command, its set_by, and lines for the plan.
     """
-    if ranks.world_size > 1:
-        check_programs(ranks)
+    check_programs(ranks)
     main, set_by_main = ranks.broadcast((command, dict(set_by)))
     ignored = ignored_options(command, main, set_by, ranks)
-    command = ranks.from_main(lambda: with_checkpoint_dir(main, set_by_main))
     # A mirror has the newest checkpoint of all machines.
-    if ranks.world_size > 1 and command.resume in ("latest", "auto") and not command.mirror:
-        check_other_machines(Path(command.checkpoint_dir), ranks)
-    return command, set_by_main, ignored
+    if main.resume in ("latest", "auto") and not main.mirror:
+        check_other_machines(Path(main.checkpoint_dir), ranks)
+    return main, set_by_main, ignored
 
 
 def check_programs(ranks: Ranks) -> None:
