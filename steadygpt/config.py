@@ -5,12 +5,11 @@ defaults.
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -136,7 +135,7 @@ class TrainConfig(GPTConfig):
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "use torch.compile; auto: on CUDA only",
                         choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
-    deterministic: bool = _run(False, "deterministic kernels: a GPU repeats the same bits; slower", on_resume="never")
+    deterministic: bool = _run(False, "deterministic kernels: a GPU repeats the same bits; slower")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
     dry_run: bool = _run(False, "print the plan and exit", on_resume="launch")
 
@@ -293,24 +292,6 @@ class TrainConfig(GPTConfig):
     @property
     def rows_per_step(self) -> int:
         return max(1, self.total_batch_size // self.context_length)  # 0 is an error of possible_rows()
-
-    def step_at(self, row: int) -> range:
-        """Return the rows of the step that begins at a row of the run."""
-        return range(row, row + self.rows_per_step)
-
-    def steps_from(self, row: int) -> Iterator[range]:
-        """Yield the rows of each step from a row of the run on."""
-        for first_row in itertools.count(row, self.rows_per_step):
-            yield self.step_at(first_row)
-
-    def last_step(self, step: int, row: int, rows_per_epoch: int) -> int:
-        """Return the number of steps of the whole run, given where it is now: its step and its row."""
-        steps = self.max_steps or self.num_epochs * self.steps_per_epoch
-        if steps:
-            return steps
-        # Enough for the remaining rows: the batch size may have changed since the run began.
-        rows_left = max(0, self.num_epochs * rows_per_epoch - row)
-        return step + math.ceil(rows_left / self.rows_per_step)
 
     def possible_rows(self, world_size: int) -> list[int]:
         """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
