@@ -28,7 +28,7 @@ import evaluation
 import hellaswag_eval
 import train
 from model import GPT
-from steadygpt.base.durable import UncachedFile, lock_folder
+from steadygpt.base.durable import UncachedFile
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN
 from steadygpt.checkpoint.writer import CheckpointWriter
@@ -45,7 +45,7 @@ from steadygpt.mirror.uploads import Uploads
 from steadygpt.run import saving
 from steadygpt.start import build, memory
 from steadygpt.start.data import open_data
-from steadygpt.start.find import find_start
+from steadygpt.start.find import find_start, with_checkpoint_dir
 from steadygpt.start.settle import settle
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def built(*flags: str, ranks: Ranks | None = None):
     """Return a run that writes nothing, for the functions below."""
     ranks = ranks or Ranks(CPU)
     command, set_by = parse_args([*TINY, *flags, "--dry_run"])
-    start = find_start(command, set_by, ranks)
+    start = find_start(with_checkpoint_dir(command, set_by), set_by, ranks)
     data = open_data(start, ranks)
     config = settle(start, data, ranks)
     build.check_start(start, config, data)
@@ -357,7 +357,7 @@ def alerts_of_runs() -> list[tuple[str, str]]:
 def open_log(config: TrainConfig, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
     """Open the log of a run on rank 0, without the load of the machine; start_step is None for a new run."""
     Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    log = RunLog(config, ranks or Ranks(CPU), lock_folder(Path(config.checkpoint_dir), ""))
+    log = RunLog(config, ranks or Ranks(CPU), open(Path(config.checkpoint_dir, ".lock"), "a"))
     parent = "" if start_step is None else "0" * 16
     with mock.patch.object(runlog, "SystemMetrics"):
         log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})

@@ -66,6 +66,7 @@ class RunLog:
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
         self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that tell() calls; {}: only print
+        self.launch: dict[str, Any] = {}  # see metrics.LaunchLine
         self.early: list[str] = []  # lines for log.txt from before it was opened
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
@@ -79,7 +80,8 @@ class RunLog:
                 self.sinks[LOG].write(line)
         self.early = []
         wandb = WandbSink(config, launch, self.warn) if config.use_wandb else None
-        self.tell("log", first_step, {"first_step": first_step, **launch, "wandb": wandb.id if wandb else ""})
+        self.launch = {**launch, "wandb": wandb.id if wandb else ""}
+        self.sinks[METRICS].log(first_step, {"first_step": first_step, **self.launch})
         if wandb:
             self.say(labelled("wandb", wandb.place))
             self.sinks["wandb"] = wandb
@@ -237,6 +239,9 @@ class RunLog:
                     with self._surviving(name):
                         self.sinks[name] = kind(sink.path)
                         sink.close()
+                        if name == METRICS:
+                            step = self.facts["step"]
+                            self.sinks[name].log(step, {"first_step": step, **self.launch})
                         self.warn(f"{sink.path}: was removed or renamed during the run; opened anew")
         self.tell("flush")
 
