@@ -16,12 +16,22 @@ import numpy as np
 import torch
 
 from steadygpt.base.options import UserError
-from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
 from steadygpt.data.shards import MAPPED, Shard
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
-IN_ORDER = TrainConfig(shuffle_shards=False, shuffle_rows=False)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides the order of the rows of a stream."""
+
+    seed: int = 0
+    shuffle_shards: bool = False
+    shuffle_rows: bool = False
+
+
+IN_ORDER = Order()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the rows
@@ -62,7 +72,7 @@ class Rows:
         rows = np.empty((count, row_tokens), np.int64)
         shards, firsts = self.find(start, count)
         for number in set(shards.tolist()):
-            self.shards[number].check_whole()
+            self.shards[number].check_unchanged()
         for row, number, first in zip(rows, shards.tolist(), firsts.tolist(), strict=True):
             row[:] = self.shards[number].tokens()[first : first + row_tokens]
         return rows
@@ -74,7 +84,7 @@ class RowStream(Rows):
 
     shards: Sequence[Shard]  # at least one; those with fewer than context_length + 1 tokens have no row and are skipped
     context_length: int
-    options: TrainConfig = IN_ORDER  # decide the order: shuffle_shards, shuffle_rows and the seed of both
+    order: Order = IN_ORDER
 
     def __post_init__(self):
         T = self.context_length
@@ -92,18 +102,18 @@ class RowStream(Rows):
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards and the first tokens of the rows at ascending positions (n,), each (n,) int64."""
-        options = self.options
+        seed = self.order.seed
         epochs = np.arange(positions[0] // self.rows_per_epoch, positions[-1] // self.rows_per_epoch + 1)[:, None]
         order = np.tile(np.arange(len(self.shards)), (len(epochs), 1))
-        if options.shuffle_shards:
-            order = permute(order, len(self.shards), key_of(options.seed, epochs))
+        if self.order.shuffle_shards:
+            order = permute(order, len(self.shards), key_of(seed, epochs))
         ends = (self.num_rows[order].cumsum(1) + epochs * self.rows_per_epoch).ravel()  # in the stream
         place = np.searchsorted(ends, positions, side="right")
         shard = order.ravel()[place]
         row = positions - (ends[place] - self.num_rows[shard])
-        if options.shuffle_rows:
+        if self.order.shuffle_rows:
             epoch = positions // self.rows_per_epoch
-            row = permute(row, self.num_rows[shard], key_of(options.seed, epoch, shard))
+            row = permute(row, self.num_rows[shard], key_of(seed, epoch, shard))
         return shard, row * self.context_length
 
 

@@ -5,23 +5,23 @@ python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024
 python look.py --checkpoint_dir checkpoints --step 48213                             # rows of a step
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from dataloader import Mixture, RowStream
+from dataloader import Mixture, Order, RowStream
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import checkpoint_files, config_of, open_checkpoint
+from steadygpt.checkpoint.files import checkpoint_files, intact_checkpoints, open_checkpoint, scan
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import Shard, ShardSet, shard_files
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
-from steadygpt.run.data import tokenizer_of
-from steadygpt.run.launches import phase_of
+from steadygpt.run.schedule import with_steps
+from steadygpt.start.data import tokenizer_of
 
 BLOCK_TOKENS = 2**22  # tokens in memory at once
 
@@ -134,68 +134,63 @@ def look_at_folder(options: LookOptions) -> None:
 # the rows of a step
 
 
-def recorded_rows(
-    config: TrainConfig, recorded: Mapping[str, tuple[str, str]], step: int, fingerprint: Mapping[str, Sequence[list]]
-) -> dict[str, RowStream]:
-    """Find the shards that a step trained on, and check that they are the same.
+def find_step(folder: Path, step: int) -> tuple[dict, Path]:
+    """Return a checkpoint of a run since which, or up to which, steps have had rows of the same mixture as this step.
 
-    Args:
-        recorded: name -> (folder, identity), from the launch that took the step.
-        fingerprint: of the shards of the run, see ShardSet.check.
-
-    Returns: name -> rows.
+    The newest one that fits: a later launch may have changed the mixture or the number of rows.
     """
-    rows = {}
-    any_id = 2**32  # accept every token id: they were checked before training
-    for name, (folder, expected) in recorded.items():
+    path, checkpoint = open_checkpoint("latest", folder)
+    if not checkpoint["data"]:
+        raise UserError(f"{path}: converted weights; expected a checkpoint of a run, which has taken the step")
+    if step >= checkpoint["data"]["first_step"]:
+        return checkpoint, path
+    for older_path, older in intact_checkpoints(scan(folder)):
+        if older["data"]["first_step"] <= step < older["step"]:
+            return older, older_path
+    first = checkpoint["data"]["first_step"]
+    raise UserError(
+        f"--step is {step:,}; expected {first:,} or more, because there the batch size or the data changed and no "
+        f"older checkpoint is left in {folder}"
+    )
+
+
+def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[Shard, str]]:
+    """Return the rows that a step of a checkpoint's run trained on, or will train on.
+
+    Returns: the mixture; the range of the step's rows in it; the source and the file of each shard, as text.
+    """
+    config = TrainConfig(**checkpoint["options"])
+    data = checkpoint["data"]
+    order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
+    streams = {}  # identity of a source -> its rows
+    files: dict[Shard, str] = {}
+    for name, (folder, expected) in data["sources"].items():
         if not Path(folder).is_dir():
             raise UserError(
                 f"{folder}: no such folder here, but step {step:,} trained on its shards; start in the folder where "
                 "training did, or put a link to their new place there"
             )
-        shards = ShardSet.find(name, folder, "train").for_vocab(config.vocab_size)
-        checked = shards.check(any_id, fingerprint)
-        identity = shards.identity({shards.key: checked}, reads=False)
-        if identity != expected:
+        shards = ShardSet.find(name, folder, "train").for_vocab(checkpoint["model_config"]["vocab_size"])
+        found = shards.identity()
+        if found != expected:
             raise UserError(
-                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {identity[:12]}..., expected "
+                f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{expected[:12]}...; copy those back"
             )
-        rows[name] = RowStream(shards.shards, config.context_length, config)
-    return rows
-
-
-def find_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, range, dict[Shard, str]]:
-    """Find the rows that a step of a checkpoint's run trained on, or will train on.
-
-    Returns: the mixture; the range of the step's rows in it; the source and the file of each shard, as text.
-    """
-    launches = checkpoint["launches"]
-    if not launches:
-        raise UserError(f"{path}: converted weights; expected a checkpoint of a run, which has taken the step")
-    if step < launches[0]["step"]:
-        raise UserError(f"--step is {step:,}; expected {launches[0]['step']:,} or more, the first one of {path}")
-    number = max(n for n, launch in enumerate(launches) if launch["step"] <= step)
-    launch = launches[number]
-    is_last = number + 1 == len(launches)
-    config = config_of(launch)
-    streams = {}  # identity of a source -> its rows
-    files: dict[Shard, str] = {}
-    sources = launch["sources"]
-    for name, stream in recorded_rows(config, sources, step, checkpoint["data_fingerprint"]).items():
-        streams[sources[name][1]] = stream
-        files |= {shard: printable(f"{name}, {shard.path.name}") for shard in stream.shards}
-    end = config.last_step(launch["step"], launch["row"], sum(stream.rows_per_epoch for stream in streams.values()))
-    if is_last and step >= end:
+        streams[expected] = RowStream(shards.shards, config.context_length, order)
+        files |= {shard: printable(f"{name}, {shard.path.name}") for shard in shards.shards}
+    epoch_rows = config.steps_per_epoch * config.rows_per_step or sum(rows.rows_per_epoch for rows in streams.values())
+    end = with_steps(config, epoch_rows, checkpoint["step"], checkpoint["rows_consumed"]).max_steps
+    if step >= end:
         raise UserError(f"--step is {step:,}; expected less than {end:,}, because the run of {path} ends there")
-    first = launch["row"] + (step - launch["step"]) * config.rows_per_step
-    return Mixture(streams, phase_of(launches[: number + 1]), config.seed), config.step_at(first), files
+    first = data["first_row"] + (step - data["first_step"]) * config.rows_per_step
+    return Mixture(streams, data["phase"], config.seed), range(first, first + config.rows_per_step), files
 
 
 def look_at_step(options: LookOptions, step: int) -> None:
-    path, checkpoint = open_checkpoint("latest", Path(options.checkpoint_dir))
+    checkpoint, path = find_step(Path(options.checkpoint_dir), step)
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
-    mixture, step_rows, files = find_step(checkpoint, path, step)
+    mixture, step_rows, files = rows_of_step(checkpoint, path, step)
     first = step_rows.start
     last = step_rows.stop - 1
     count = len(step_rows)

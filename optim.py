@@ -4,27 +4,29 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from model import GPT
-from steadygpt.config import GPTConfig, TrainConfig
 from steadygpt.machine.parallel import full_tensor, own_part
 from steadygpt.machine.ranks import Ranks
+
+if TYPE_CHECKING:  # config.py takes the choices of --optimizer from here
+    from model import GPT
+    from steadygpt.config import GPTConfig, TrainConfig
 
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MUON_MOMENTUM = 0.95  # of Jordan et al. 2024
-ADAM_EPS = 1e-8  # of Loshchilov and Hutter 2019
+MUON_MOMENTUM = 0.95
+ADAM_EPS = 1e-8
 TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
 MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the same time, unless one matrix has more
 
 
-def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
+def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
     """Return the optimizer that a configuration chooses.
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio", by
@@ -46,12 +48,12 @@ def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim
     return optimizer
 
 
-def make_adamw(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
+def make_adamw(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(adamw_groups(model, "embedding", "matrix", "head"), **adamw_options(config))
 
 
-def make_muon(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
+def make_muon(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
     """Return Muon for the matrices of the blocks and AdamW for the rest."""
     named = model.parameters_by_role()["matrix"]
     matrices = {
@@ -61,8 +63,6 @@ def make_muon(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Opti
         "momentum": MUON_MOMENTUM,
         "beta2": config.muon_beta2,
     }
-    if config.deterministic:  # each rank computes all matrices, because another batch size rounds differently
-        ranks = Ranks(ranks.device)
     groups = [*adamw_groups(model, "embedding", "head"), matrices]
     return Muon(groups, ranks, config.precision, **adamw_options(config))
 
@@ -70,7 +70,7 @@ def make_muon(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Opti
 OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}  # the choices of --optimizer
 
 
-def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
+def adamw_groups(model: "GPT", *decayed: str) -> list[dict[str, Any]]:
     """Return the parameters of the roles that have weight decay, and the vectors."""
     roles = model.parameters_by_role()
     with_decay: list[nn.Parameter] = []
@@ -82,7 +82,7 @@ def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
     ]
 
 
-def adamw_options(config: TrainConfig) -> dict[str, Any]:
+def adamw_options(config: "TrainConfig") -> dict[str, Any]:
     return {
         "lr": config.max_lr,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -93,12 +93,15 @@ def adamw_options(config: TrainConfig) -> dict[str, Any]:
 
 
 @cache
-def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
+def state_shapes(shape: "GPTConfig", optimizer: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on tensors without content.
 
     Raises: TypeError if it is something else than tensors of fp32, which checkpoints hold.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
+
+    from model import GPT
+    from steadygpt.config import TrainConfig
 
     cpu = torch.device("cpu")
     with FakeTensorMode(), cpu:

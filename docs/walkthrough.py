@@ -24,14 +24,19 @@ import torch
 
 import prepare_dataset
 import train
-from steadygpt.checkpoint import saves
+from steadygpt.checkpoint import writer
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.config import parse_args
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.capture import Capture
+from steadygpt.run import saving
+from steadygpt.run.run import Run
+from steadygpt.start.build import build
+from steadygpt.start.data import open_data
+from steadygpt.start.find import find_start
+from steadygpt.start.settle import settle
 
 REPO = Path(train.__file__).parent
 TEXTS = (
@@ -54,7 +59,7 @@ import time, train
 take_step = train.train_step
 def hold(run, batches):
     if run.state.step == 6:
-        run.saves.wait()
+        run.writer.wait()
         print("held", flush=True)
         time.sleep(60)
     return take_step(run, batches)
@@ -69,14 +74,14 @@ def quietly(function, *args):
         return function(*args), output.getvalue()
 
 
-def build() -> train.Run:
-    """Build the run that train.py trains, except that it writes nothing."""
-    config, set_by = parse_args(f"{FLAGS} --dry_run".split())
+def build_run() -> Run:
+    """Build the run that train.py trains, as train.main does before it opens the folder."""
+    command, set_by = parse_args(FLAGS.split())
     ranks = Ranks(torch.device("cpu"))
-    with contextlib.ExitStack() as stack:
-        history = train.open_history(config, set_by, ranks, stack)
-        plan = train.settle(history, train.open_data(history, ranks), ranks)
-        return train.build(plan, RunLog(plan.config, ranks), stack)
+    start = find_start(command, set_by, ranks)
+    data = open_data(start, ranks)
+    config = settle(start, data, ranks)
+    return build(start, config, data, ranks, RunLog(config, ranks))
 
 
 def show_data() -> None:
@@ -87,14 +92,14 @@ def show_data() -> None:
     argv = "--source hamlet.jsonl --tokenizer bytes --val_tokens 0 --num_workers 1 --out data"
     quietly(prepare_dataset.main, argv.split())
 
-    run, _ = quietly(build)
-    [source] = run.plan.data.sources
-    tokens = source.shards.shards[0].tokens()
-    print(f"\nshard      {source.shards.shards[0].path}: {len(tokens)} tokens, {tokens.dtype}\nbegins     {tokens[:9]}")
-    print(f"\nrows       ({len(tokens)} - 1) // 16 = {source.rows.rows_per_epoch}")
+    run, _ = quietly(build_run)
+    [(_, rows)] = run.sources.values()
+    tokens = rows.shards[0].tokens()
+    print(f"\nshard      {rows.shards[0].path}: {len(tokens)} tokens, {tokens.dtype}\nbegins     {tokens[:9]}")
+    print(f"\nrows       ({len(tokens)} - 1) // 16 = {rows.rows_per_epoch}")
     for row in range(2):
         print(f"row {row}      {tokenizer.decode(tokens[16 * row : 16 * row + 17].tolist())!r}")
-    order = source.rows.locate(np.arange(8))[1] // 16
+    order = rows.locate(np.arange(8))[1] // 16
     print(f"\nepoch 0    {order} ...\n")
     with contextlib.closing(run.training_batches()) as batches:
         for name, tensor in zip(("inputs", "targets"), batches.next(), strict=True):
@@ -102,7 +107,7 @@ def show_data() -> None:
 
 
 def show_step() -> None:
-    run, _ = quietly(build)
+    run, _ = quietly(build_run)
     rows = torch.from_numpy(run.rows.read(0, 4))  # of step 0
     loss = run.model(rows[:, :-1], rows[:, 1:])["loss"].mean()
     loss.backward()
@@ -128,12 +133,12 @@ def show_save() -> None:
 
         return mock.patch.object(owner, name, call)
 
-    in_saves = ((saves, name) for name in ("write_temporary", "link_file", "fsync_folder"))
+    in_writer = ((writer, name) for name in ("write_temporary", "link_file", "fsync_folder"))
     with contextlib.ExitStack() as stack:
-        for owner, name in ((Capture, "content"), (RunLog, "flush"), *in_saves, (os, "replace")):
+        for owner, name in ((saving, "content_of"), (RunLog, "flush"), *in_writer, (os, "replace")):
             stack.enter_context(recorded(owner, name))
         quietly(train.main, f"{FLAGS} --checkpoint_dir whole".split())
-    starts = [i for i, call in enumerate(calls) if call == "content"]  # of steps 4, 8 and 12
+    starts = [i for i, call in enumerate(calls) if call == "content_of"]  # of steps 4, 8 and 12
     print("", *calls[starts[1] : starts[2]], sep="\n")
 
 

@@ -20,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import LATEST, NAMED, config_of, find_checkpoint
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint
+from steadygpt.checkpoint.identity import RUN, read_run
 from steadygpt.checkpoint.table import print_checkpoints
-from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.identity import RUN, read_run
+from steadygpt.mirror.store import Mirror
+from steadygpt.mirror.uploads import open_uploads
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,14 @@ def upload_all(url: str, folder: Path) -> None:
     with lock_folder(folder, "it uploads its checkpoints itself"):
         newest = find_checkpoint("latest", folder)
         assert newest.path and newest.checkpoint  # only "auto" finds none
-        if not newest.checkpoint["launches"]:
+        if not newest.checkpoint["launch"]:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
         if run.copied_from:
             raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
-        config = replace(config_of(newest.checkpoint["launches"][-1]), checkpoint_dir=str(folder), **run.places)
-        mirror = Mirror(url, run.id, config.name)
-        uploaded = mirror.patiently(mirror.index).checkpoints.get(LATEST)
-        if uploaded and uploaded.saved_at > newest.checkpoint["saved_at"]:
-            raise UserError(f"{url} has a newer checkpoint than {folder}, of step {uploaded.step:,}; resume from it")
-        uploads = Uploads(mirror, config, RunLog(config, Ranks(torch.device("cpu"))))
+        config = TrainConfig(**newest.checkpoint["options"])
+        config = replace(config, checkpoint_dir=str(folder), run_name=run.name, mirror=url)
+        uploads = open_uploads(run.id, config, RunLog(config, Ranks(torch.device("cpu"))))
         uploads.start(is_last=True)
         while uploads.is_busy():
             time.sleep(0.1)
@@ -92,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
     run = read_run(folder)
-    url = options.mirror or run.places.get("mirror")
+    url = options.mirror or run.mirror
     if not url and (folder / RUN).exists() and run.copied_from:
         raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
     if not url:

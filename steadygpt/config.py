@@ -5,18 +5,18 @@ defaults.
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from optim import OPTIMIZERS
 from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
@@ -127,8 +127,7 @@ class TrainConfig(GPTConfig):
                             no_password=True)
 
     config: str = _run("", "preset in configs/, or a TOML file of options", on_resume="launch")
-    run_name: str = _run("", "name of the run, if not that of its folder",
-                         on_resume="place")
+    run_name: str = _run("", "name of the run, if not that of its folder", on_resume="launch")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
     precision: str = _run("auto", "auto: bf16 if supported, else fp16 on a GPU, fp32 elsewhere",
@@ -148,18 +147,18 @@ class TrainConfig(GPTConfig):
     shuffle_rows: bool = _data(True, "shuffle the rows of each shard in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    micro_steps: int = _optim(0, "gradient accumulation: micro-steps per step on each rank; 0 = from "
-                              "total_batch_size", on_resume="never")
+    micro_steps: int = _optim(0, "of a new run, micro-steps per step on each rank, in place of total_batch_size",
+                              on_resume="launch")
     mini_batch_size: int = _optim(32, "micro-batch size: most rows per micro-step on each rank; auto: as many as fit",
                                   spellings={"auto": "0"}, at_most=2**24)
     optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks",
-                            choices=("adamw", "muon"), on_resume="never")
+                            choices=tuple(OPTIMIZERS), on_resume="never")
     max_lr: float = _recipe(1e-3, "peak learning rate, after the warm-up")
     min_lr: float = _recipe(1e-4, "learning rate at the end of the decay")
     schedule: str = _recipe("cosine", "after the warm-up: cosine, constant, or wsd: stable, then a cool-down",
                             choices=tuple(SCHEDULES))
     cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
-    warmup_steps: int = _recipe(715, "steps of linear warm-up; capped at a tenth of the run unless set by flag")
+    warmup_steps: int = _recipe(-1, "steps of linear warm-up; -1 = 715, at most a tenth of the run", at_least=-1)
     muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
     muon_beta2: float = _recipe(0.0, "beta2 of NorMuon; 0 = off", at_most=0.9999)
     weight_decay: float = _recipe(0.1, "weight decay of matrices and embeddings")
@@ -185,7 +184,7 @@ class TrainConfig(GPTConfig):
     allow_changes: bool = _saves(False, "on resume, allow the recipe and the data to change", on_resume="launch")
     list_checkpoints: bool = _saves(False, "list the checkpoints in checkpoint_dir and exit", on_resume="launch")
     verbose: bool = _saves(False, "with --list_checkpoints, verify each; alias: -v", on_resume="launch", aliases=("v",))
-    mirror: str = _saves("", "object store to copy the run to, such as s3://BUCKET/RUN", on_resume="place",
+    mirror: str = _saves("", "object store to copy the run to, such as s3://BUCKET/RUN", on_resume="launch",
                          no_password=True)
     background_upload: bool = _saves(True, "upload during training; off: each save waits for its upload")
 
@@ -199,7 +198,7 @@ class TrainConfig(GPTConfig):
 
     use_tensorboard: bool = _logs(False, "write curves, histograms and samples for TensorBoard")
     log_freq: int = _logs(1, "steps between log lines", at_least=1)
-    use_wandb: bool = _logs(False, "also log to Weights & Biases", on_resume="place")
+    use_wandb: bool = _logs(False, "also log to Weights & Biases", on_resume="launch")
     gpu_hour_cost: float = _logs(0.0, "price of a GPU-hour, to show the cost of the run")
     alert_url: str = _logs("", "webhook for alerts: Slack, Discord, ntfy or your own",
                            on_resume="launch", secret=True)
@@ -279,7 +278,7 @@ class TrainConfig(GPTConfig):
         return {"ddp": False, "fsdp": True}[self.sharding]
 
     def repeats_bits(self, device_type: str) -> bool:
-        """Return whether a launch on as many processes computes the same bits again."""
+        """Return whether an equal launch computes the same bits again."""
         return self.deterministic or device_type == "cpu"
 
     def shards(self, world_size: int) -> int:
@@ -293,24 +292,6 @@ class TrainConfig(GPTConfig):
     @property
     def rows_per_step(self) -> int:
         return max(1, self.total_batch_size // self.context_length)  # 0 is an error of possible_rows()
-
-    def step_at(self, row: int) -> range:
-        """Return the rows of the step that begins at a row of the run."""
-        return range(row, row + self.rows_per_step)
-
-    def steps_from(self, row: int) -> Iterator[range]:
-        """Yield the rows of each step from a row of the run on."""
-        for first_row in itertools.count(row, self.rows_per_step):
-            yield self.step_at(first_row)
-
-    def last_step(self, step: int, row: int, rows_per_epoch: int) -> int:
-        """Return the number of steps of the whole run, given where it is now: its step and its row."""
-        steps = self.max_steps or self.num_epochs * self.steps_per_epoch
-        if steps:
-            return steps
-        # Enough for the remaining rows: the batch size may have changed since the run began.
-        rows_left = max(0, self.num_epochs * rows_per_epoch - row)
-        return step + math.ceil(rows_left / self.rows_per_step)
 
     def possible_rows(self, world_size: int) -> list[int]:
         """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,25 +24,29 @@ import torch
 from conftest import COUNTED, TINY, load
 from torch import nn
 
+import evaluation
 import hellaswag_eval
 import train
-from guard import Guard
+from model import GPT
 from steadygpt.base.durable import UncachedFile
 from steadygpt.checkpoint import files
-from steadygpt.checkpoint.evaluations import EVALUATIONS, read_evaluations, scores_of_run
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN
-from steadygpt.checkpoint.mirror import Mirror
-from steadygpt.checkpoint.saves import CheckpointWriter
-from steadygpt.checkpoint.uploads import Uploads
+from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import STORED, GPTConfig, TrainConfig, parse_args
 from steadygpt.data import tokenizer as tokenizers
 from steadygpt.data.order import BLOCK_ROWS, Phase
+from steadygpt.log import runlog
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
+from steadygpt.machine import parallel
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import memory
-from steadygpt.run.capture import Capture
-from steadygpt.run.launches import note_of_launch, phase_of
+from steadygpt.mirror.store import Mirror
+from steadygpt.mirror.uploads import Uploads
+from steadygpt.run import saving
+from steadygpt.start import build, memory
+from steadygpt.start.data import open_data
+from steadygpt.start.find import find_start, with_checkpoint_dir
+from steadygpt.start.settle import settle
 
 CPU = torch.device("cpu")
 
@@ -71,11 +75,12 @@ memory.micro_step_bytes = _count_once
 def built(*flags: str, ranks: Ranks | None = None):
     """Return a run that writes nothing, for the functions below."""
     ranks = ranks or Ranks(CPU)
-    config, set_by = parse_args([*TINY, *flags, "--dry_run"])
-    with contextlib.ExitStack() as stack:
-        history = train.open_history(config, set_by, ranks, stack)
-        plan = train.settle(history, train.open_data(history, ranks), ranks)
-        return train.build(plan, RunLog(plan.config, ranks), stack)
+    command, set_by = parse_args([*TINY, *flags, "--dry_run"])
+    start = find_start(with_checkpoint_dir(command, set_by), set_by, ranks)
+    data = open_data(start, ranks)
+    config = settle(start, data, ranks)
+    build.check_start(start, config, data)
+    return build.build(start, config, data, ranks, RunLog(config, ranks))
 
 
 def settled(run) -> TrainConfig:
@@ -93,7 +98,7 @@ def optimizer_of(run) -> torch.optim.Optimizer:
 
 
 def state_of(run):
-    """Return what changes besides model and optimizer: step, rows_consumed, loss, val_loss, best_val_loss, ..."""
+    """Return what changes besides model and optimizer: step, rows_consumed, loss, scores, ..."""
     return run.state
 
 
@@ -120,24 +125,25 @@ def validation_rows_of(run, name: str = "") -> np.ndarray:
 
 def validate(run, name: str = "", tokenizer: str = "", eval_tokens: int | None = None) -> dict[str, float]:
     """Validate a set, by default the first one; return its scores. Without a tokenizer, no bytes are known."""
-    plan = run.plan if eval_tokens is None else replace(run.plan, config=replace(run.config, eval_tokens=eval_tokens))
+    if eval_tokens is not None:
+        run = replace(run, config=replace(run.config, eval_tokens=eval_tokens))
     loaded = tokenizers.get_tokenizer(tokenizer) if tokenizer else None
-    return replace(run.evaluation, tokenizer=loaded, plan=plan).validate(_val_set(run, name))
+    return evaluation.validate(replace(run, tokenizer=loaded), _val_set(run, name))
 
 
 def _val_set(run, name: str):
-    return next(rows for shards, rows, _ in run.plan.data.val_sets if name in ("", shards.name))
+    return next(rows for set_name, rows in run.val_sets.items() if name in ("", set_name))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # faults at named points: each function below changes this process, up to the end of acting_here()
 
 _POINTS = [
-    (train, "train_step"), (train, "run_to_end"), (train, "build_model"), (train, "tokenizer_on_all"),
-    (train.parallel, "shard"), (train.GPT, "forward"), (train.GPT, "loss_terms"), (train.BatchLoader, "next"),
-    (Guard, "update"), (Capture, "content"), (nn.utils, "clip_grad_norm_"), (torch, "save"), (torch, "compile"),
-    (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "_drain"), (files, "open_to_read"),
-    (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "tell"),
+    (train, "train_step"), (train, "train_to_end"), (build, "build_model"), (build, "tokenizer_on_all"),
+    (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
+    (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
+    (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "_drain"),
+    (files, "open_to_read"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "tell"),
 ]  # fmt: skip
 
 
@@ -182,7 +188,7 @@ def around_step(
     def wrapped_step(run, batches):
         step = run.state.step
         if before:
-            before(step, Stop(run.guard.stop))
+            before(step, Stop(run.requests))
         wrapped = SimpleNamespace(next=lambda: next_batch(step, batches)) if next_batch else batches
         result = train_step(run, wrapped)  # raises Stopped when interrupted
         if after:
@@ -212,7 +218,7 @@ def before_task_batch(do: Callable[[], object]) -> None:
 
 def around_model(before: Callable[[], object] = bool, after: Callable[[Any], object] = bool) -> None:
     """Call before() and after(model) when the model of a run is built."""
-    build_model = train.build_model
+    build_model = build.build_model
 
     def wrapped_build(*args):
         before()
@@ -220,46 +226,56 @@ def around_model(before: Callable[[], object] = bool, after: Callable[[Any], obj
         after(model)
         return model
 
-    train.build_model = wrapped_build
+    build.build_model = wrapped_build
 
 
 def before_sharding(do: Callable[[Any], object]) -> None:
     """Call do(model) before FSDP shards the model."""
-    shard = train.parallel.shard
-    train.parallel.shard = lambda model, *args: (do(model), shard(model, *args))[1]
+    shard = parallel.shard
+    parallel.shard = lambda model, *args: (do(model), shard(model, *args))[1]
 
 
 def in_place_of_training(do: Callable[[], int]) -> None:
     """Call do() when a run is built and its folder is open, in place of its first step and its first save."""
-    train.run_to_end = lambda run: do()
+    train.train_to_end = lambda run: do()
 
 
 def load_tokenizer_by(load_tokenizer: Callable) -> None:
     """Call load_tokenizer(record) when a run loads its tokenizer, for samples and tasks."""
-    tokenizer_on_all = train.tokenizer_on_all
+    tokenizer_on_all = build.tokenizer_on_all
 
     def loading(*args):
         tokenizers.load_tokenizer = load_tokenizer
         return tokenizer_on_all(*args)
 
-    train.tokenizer_on_all = loading
+    build.tokenizer_on_all = loading
 
 
 def replace_loss_terms(terms: Callable) -> None:
     """Let terms(model, x, targets) be the terms of the loss."""
-    train.GPT.loss_terms = terms
+    GPT.loss_terms = terms
 
 
 def change_loss(change: Callable[[Any, dict], dict]) -> None:
     """Replace the terms of the loss of each micro-batch by change(model, terms), also in validations and estimates."""
-    forward = train.GPT.forward
-    train.GPT.forward = lambda model, *args, **options: change(model, forward(model, *args, **options))
+    forward = GPT.forward
+    GPT.forward = lambda model, *args, **options: change(model, forward(model, *args, **options))
 
 
 def add_metrics(measure: Callable[[Any, int], dict[str, torch.Tensor]]) -> None:
     """Log the scalars measure(model, rank) with each step, by name."""
-    update = Guard.update
-    Guard.update = lambda guard, *args: update(guard, *args, **measure(guard.model, guard.ranks.rank))
+    train_step, step_numbers = train.train_step, Ranks.step_numbers
+    models = []
+
+    def wrapped_step(run, batches):
+        models[:] = [run.model]
+        return train_step(run, batches)
+
+    def more_numbers(ranks, columns, requests):
+        return step_numbers(ranks, columns | measure(models[0], ranks.rank), requests)
+
+    train.train_step = wrapped_step
+    Ranks.step_numbers = more_numbers
 
 
 def change_grad_norm(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -270,8 +286,8 @@ def change_grad_norm(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 def change_captured(change: Callable[[dict], dict]) -> None:
     """Replace the content of each save, when it is captured, by change(content)."""
-    capture = Capture.content
-    Capture.content = lambda self: change(capture(self))
+    content_of = saving.content_of
+    saving.content_of = lambda run: change(content_of(run))
 
 
 def around_write(do: Callable[[int, Callable[[], None]], object]) -> None:
@@ -341,9 +357,9 @@ def alerts_of_runs() -> list[tuple[str, str]]:
 def open_log(config: TrainConfig, start_step: int | None, ranks: Ranks | None = None) -> RunLog:
     """Open the log of a run on rank 0, without the load of the machine; start_step is None for a new run."""
     Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    log = RunLog(config, ranks or Ranks(CPU))
+    log = RunLog(config, ranks or Ranks(CPU), open(Path(config.checkpoint_dir, ".lock"), "a"))
     parent = "" if start_step is None else "0" * 16
-    with patch("steadygpt.log.runlog.SystemMetrics"):
+    with mock.patch.object(runlog, "SystemMetrics"):
         log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
@@ -373,38 +389,40 @@ Scores = dict[int, dict[str, float]]  # step -> name -> score
 
 def evaluations(folder) -> Scores:
     """Return step -> scores of the steps that led to the latest checkpoint of a run."""
-    return scores_of_run(read_evaluations(Path(folder)), load(Path(folder, files.LATEST))["launches"])
+    found: Scores = {}
+    for record in read_records(Path(folder) / METRICS):
+        scores = {name: score for name, score in record.items() if name.startswith(("val_", "hellaswag"))}
+        if scores:
+            found.setdefault(int(record["step"]), {}).update(scores)
+    return found
 
 
 def best_model(folder) -> tuple[int, float]:
     """Return the step of best_model.pt and its validation loss."""
     content = load(Path(folder, files.BEST))
-    return content["step"], content["val_loss"]
+    return content["step"], content["scores"]["val_loss"]
 
 
-SCORE_FILES = {EVALUATIONS}  # files of a run that hold scores, besides metrics.jsonl and checkpoints
-CALLS_OF_SCORES = [f"fsync .{EVALUATIONS}.tmp", f"replace .{EVALUATIONS}.tmp {EVALUATIONS}", "fsync reference"]
+SCORE_FILES: set[str] = set()  # files of a run that hold scores, besides metrics.jsonl and checkpoints
+CALLS_OF_SCORES: list[str] = []
 
 
-def write_scores(
-    folder, scores: dict[int, dict[str, float]], undone: dict[int, dict[str, float]] | None = None
-) -> None:
+def write_scores(folder, scores: Scores, undone: Scores | None = None) -> None:
     """Record the scores of steps of the run of run_content(), whose files are there.
 
     Args:
         undone: scores of steps with other weights, whose files are not there any more.
     """
-    Path(folder, EVALUATIONS).write_text(json.dumps({"0" * 16: scores, "1" * 16: undone or {}}))
+    for path in files.checkpoint_files(Path(folder)):
+        step = load(path)["step"]
+        if step in scores:
+            alter(path, scores=scores[step])
 
 
 def forget_scores(folder, name: str) -> None:
     """Remove a score of all steps from the records."""
-    path = Path(folder, EVALUATIONS)
-    content = json.loads(path.read_text())
-    for scores_of_steps in content.values():
-        for scores in scores_of_steps.values():
-            scores.pop(name, None)
-    path.write_text(json.dumps(content))
+    for path in files.checkpoint_files(Path(folder)):
+        alter(path, lambda content: content["scores"].pop(name, None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -420,12 +438,13 @@ class LaunchRecord(NamedTuple):
 
 
 def launch_in(path) -> LaunchRecord:
-    return LaunchRecord(**note_of_launch(options_in(path), load(path)["launches"]))
+    return LaunchRecord(**load(path)["launch"])
 
 
 def options_in(path) -> TrainConfig:
-    """Return the options that the last launch of the run of a checkpoint has trained with."""
-    return files.config_of(load(path)["launches"][-1])
+    """Return the options that the run of a checkpoint has trained with."""
+    content = load(path)
+    return replace(TrainConfig(**content["options"]), vocab_size=content["model_config"]["vocab_size"])
 
 
 def asked_in(path) -> dict[str, Any]:
@@ -435,30 +454,17 @@ def asked_in(path) -> dict[str, Any]:
 
 def phase_in(path) -> Phase:
     """Return the phase of a run's mixture: number, first_row, shares and rows_used_before, by identity."""
-    return phase_of(load(path)["launches"])
-
-
-def next_phase(before: Phase | None, row: int, shares: dict[str, int], given: dict[str, int]) -> Phase:
-    """Return the phase of a launch at a row, with these shares of the sources; without one before, the first.
-
-    Args:
-        given: identity -> rows that were used before this launch.
-    """
-    start = {"row": row, "shares": shares, "given": dict.fromkeys(shares, 0) | given}
-    if not before:
-        return phase_of([start])
-    starts = [{"row": before.first_row, "shares": before.shares, "given": before.rows_used_before}, start]
-    return replace(phase_of(starts), number=phase_of(starts).number + before.number)
+    return Phase(**load(path)["data"]["phase"])
 
 
 def rows_given_in(path) -> dict[str, int]:
-    """Return identity -> rows of a source, or of an earlier one, that the steps before the last launch have used."""
-    return load(path)["launches"][-1]["given"]
+    """Return identity -> rows of a source, or of an earlier one, that the steps before the current phase have used."""
+    return phase_in(path).rows_used_before
 
 
-def sources_in(path, kind: str = "sources") -> dict[str, tuple[str, str]]:
-    """Return name -> (folder, identity) of the sources, or of the "val_sets"."""
-    return load(path)["launches"][-1][kind]
+def sources_in(path) -> dict[str, tuple[str, str]]:
+    """Return name -> (folder, identity) of the sources."""
+    return load(path)["data"]["sources"]
 
 
 def heads(folder) -> list[tuple[str, int | None]]:
@@ -466,19 +472,9 @@ def heads(folder) -> list[tuple[str, int | None]]:
     return [(file.path.name, file.head.step if file.head else None) for file in files.scan(Path(folder))]
 
 
-def found(which: str, folder) -> files.Found:
-    """Return the checkpoint of --resume `which`: path, checkpoint, and damaged, a line for each skipped path."""
-    return files.find_checkpoint(which, Path(folder))
-
-
-def opened(which: str, folder) -> tuple[Path, dict]:
-    """Return the path and the content of the checkpoint that a command names: also "average:N"."""
-    return files.open_checkpoint(which, Path(folder))
-
-
 def latest(folder) -> dict:
     """Return the content of the newest intact checkpoint of a folder."""
-    return found("latest", folder).checkpoint
+    return files.find_checkpoint("latest", Path(folder)).checkpoint
 
 
 def verified(path) -> dict:
@@ -488,7 +484,7 @@ def verified(path) -> dict:
 
 def assert_same_state(one: dict, other: dict) -> None:
     """Assert that weights, optimizer state and position are bitwise equal."""
-    for key in ("step", "rows_consumed", "best_val_loss"):
+    for key in ("step", "rows_consumed", "loss", "recent_losses"):
         assert one[key] == other[key], key
     assert one["model"].keys() == other["model"].keys()
     for name, tensor in one["model"].items():
@@ -514,49 +510,37 @@ def run_content(step: int, **more) -> dict:
     It was saved a second after that of the step before.
     """
     options = {name: getattr(TrainConfig(), name) for name in STORED}
-    decisions = {"total_batch_size": 4 * TrainConfig.context_length}
-    start = {
-        "id": "0" * 16, "step": 0, "row": 0, "options": options, "decisions": decisions,
-        "sources": {"data": ("data", "0")}, "val_sets": {},
-        "shares": {"0": BLOCK_ROWS}, "given": {"0": 0}, "ranks": 1, "threads": 1, "device": "cpu", "torch": "2.13.0",
-        "commit": "0",
+    data = {
+        "phase": vars(Phase(0, 0, {"0": BLOCK_ROWS}, {"0": 0})), "sources": {"data": ("data", "0")},
+        "first_step": 0, "first_row": 0, "shards": [],
     }  # fmt: skip
     progress = {
-        "best_val_loss": None, "val_loss": None, "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0,
-        "epoch": step / 10, "launches": [start], "saved_at": 1e9 + step,
+        "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0, "scores": {}, "validated_on": "",
+        "epoch": step / 10, "options": options | {"total_batch_size": 4 * TrainConfig.context_length}, "data": data,
+        "launch": {"id": "0" * 16, "parent": "", "how": {}}, "saved_at": 1e9 + step,
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more
 
 
-def launch_of(config: TrainConfig, **decisions):
-    """Return a launch that was asked for these options, and decided others, in the record of a checkpoint."""
-    [launch] = with_options(run_content(3), **{name: getattr(config, name) for name in STORED})["launches"]
-    return launch | {"decisions": decisions}
-
-
 def options_of(content: dict) -> dict[str, Any]:
-    """Return the options of the last launch in a checkpoint's content as they were asked for."""
-    return content["launches"][-1]["options"]
+    """Return the options in a checkpoint's content as they were asked for."""
+    return content["options"]
 
 
 def is_of_a_run(content: dict) -> bool:
     """Return whether a run can resume from a checkpoint's content."""
-    return bool(content["launches"])
+    return content["launch"] is not None
 
 
 def with_options(content: dict, **options) -> dict:
-    """Return a checkpoint of a run whose last launch was asked for other options."""
-    *before, last = content["launches"]
-    decisions = {name: value for name, value in last["decisions"].items() if name not in options}
-    changed = last | {"options": last["options"] | options, "decisions": decisions}
-    return content | {"launches": [*before, changed]}
+    """Return a checkpoint of a run that was asked for other options."""
+    return content | {"options": content["options"] | options}
 
 
 def launched_again(content: dict, id: str) -> dict:
     """Return the content as a launch that resumes from it has it."""
-    start = content["launches"][0] | {"id": id, "step": content["step"], "row": content["rows_consumed"]}
-    return content | {"launches": [*content["launches"], start]}
+    return content | {"launch": {"id": id, "parent": content["launch"]["id"], "how": {}}}
 
 
 def write_checkpoint(folder, step: int, name: str, *other_names: str, **more) -> None:
@@ -574,11 +558,16 @@ def alter(path, change: Callable[[dict], object] = bool, **fields) -> None:
     torch.save(content | fields, path)
 
 
-def writer_of(config: TrainConfig, log, mirror: Mirror | None = None, content: dict | None = None) -> CheckpointWriter:
-    """Return the writer of a run's checkpoints: save(step, content, names), record(step, scores, best), submit, wait.
+class Writer(CheckpointWriter):
+    """A writer of a run's checkpoints."""
 
-    Args:
-        content: a checkpoint of the run, by default run_content().
-    """
+    def save(self, step: int, content: dict, names: list[str]) -> None:
+        """Write a checkpoint and wait for it."""
+        self.start(content | {"step": step}, names)
+        self.wait()
+
+
+def writer_of(config: TrainConfig, log, mirror: Mirror | None = None, content: dict | None = None) -> Writer:
+    """Return the writer of a run's checkpoints: save(step, content, names), start(content, names), wait."""
     uploads = Uploads(mirror, config, log) if mirror else None
-    return CheckpointWriter(config, (content or run_content(0))["launches"], log, uploads)
+    return Writer(config, log.folder_lock, log, after_write=uploads.start if uploads else lambda: None)

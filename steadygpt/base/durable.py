@@ -124,8 +124,10 @@ def link_file(source: Path, target: Path) -> None:
         shutil.copy2(source, temporary)
         with open_to_read(temporary) as file:
             fsync(file.fileno())
-    os.replace(temporary, target)
-    temporary.unlink(missing_ok=True)  # still there if both names were already one file: rename() then does nothing
+    try:
+        os.replace(temporary, target)
+    finally:  # still there after an error, and if both names were already one file: rename() then does nothing
+        temporary.unlink(missing_ok=True)
 
 
 def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[bytes]:
@@ -229,14 +231,25 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     return file
 
 
+def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
+    """Return whether the path of a folder still leads to the lock that this process has taken there.
+
+    It does not after the folder was moved or deleted, when another run may have begun at its path.
+    """
+    try:
+        return os.path.samestat((folder / ".lock").stat(), os.fstat(lock.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 @contextmanager
-def locked(folder: Path, advice: str) -> Iterator[None]:
+def locked(folder: Path, advice: str) -> Iterator[IO[str]]:
     """Lock a folder inside, as lock_folder() does. After a UserError, remove a lock and a folder that are new."""
     is_new_folder = not folder.exists()
     is_new_lock = not os.path.lexists(folder / ".lock")
-    with lock_folder(folder, advice):
+    with lock_folder(folder, advice) as lock:
         try:
-            yield
+            yield lock
         except UserError:
             if is_new_lock:
                 (folder / ".lock").unlink(missing_ok=True)

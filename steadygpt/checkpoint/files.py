@@ -17,7 +17,8 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
@@ -33,14 +34,18 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, Loss, typed
-from steadygpt.checkpoint.evaluations import LaunchId, origin
 from steadygpt.config import STORED, GPTConfig, TrainConfig
+from steadygpt.data.order import Phase
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # words that commands accept besides latest and names of files
+NOT_YET = {
+    "best": "the run has had no validation so far",
+    "stable": "--schedule wsd saves it before the cool-down",
+}
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
@@ -50,41 +55,36 @@ CONTAINERS = (b"}", b"]", b")")  # pickle codes of an empty dict, list and tuple
 MOST_CONTAINERS = 2**22
 Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
-# Options that the first launch decides if the user leaves them open.
-DECIDED = ("precision", "total_batch_size", "warmup_steps", "tokenizer", "vocab_size")
+Id = Annotated[str, "[0-9a-f]{16}"]
+Scores = dict[str, float | None]  # such as val_loss; None: not finite
 # Fields of weights without a run, from which no run can resume.
 WITHOUT_RUN = {
     "optimizer": {},
     "scaler": {},
-    "lr": 0.0,
     "epoch": 0.0,
-    "launches": [],
-    "data_fingerprint": {},
+    "options": {},
+    "data": None,
+    "launch": None,
+    "metrics_bytes": 0,
 }
 
 
-class FirstStep(TypedDict):
-    """Where a launch began."""
+class DataRecord(TypedDict):
+    """The data that a run trains on, and how its rows follow from the steps."""
 
-    id: LaunchId  # of the launch, random
-    step: Count  # the first one of the launch
-
-
-class Launch(FirstStep):
-    """The data, the options and the machine of one launch of a run."""
-
-    row: Count  # of the first step
-    options: dict[str, Any]  # of STORED, as the user set them
-    decisions: dict[str, Any]  # the values of DECIDED that replace them
+    phase: Phase  # the current one
     sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
-    val_sets: dict[str, tuple[str, str]]  # the same; the first one, which tells the best model, stays the first
-    shares: dict[str, Count]  # identity -> rows of BLOCK_ROWS
-    given: dict[str, Count]  # identity -> rows taken from a source before this launch, also if it now gives none
-    ranks: Annotated[int, 1, 2**20]
-    threads: Annotated[int, 1, 2**12]
-    device: str
-    torch: str
-    commit: str
+    first_step: Count  # since which each step has had as many rows, from the same mixture
+    first_row: Count  # of that step
+    shards: list[tuple[str, int, int]]  # those that were read and found intact: see stamp()
+
+
+class LaunchRecord(TypedDict):
+    """The launch that wrote a checkpoint, as its line in metrics.jsonl has it (LaunchLine)."""
+
+    id: Id
+    parent: str
+    how: dict[str, Any]
 
 
 class CheckpointContent(TypedDict):
@@ -95,16 +95,12 @@ class CheckpointContent(TypedDict):
     model_config: dict[str, Any]  # of a GPTConfig
     optimizer: dict[str, dict[str, Tensor]]  # name of the parameter -> kind -> tensor; empty before the first step
     scaler: dict[str, float]  # the state of the loss scaler; empty without fp16
-    lr: Loss  # of the last step
     epoch: Loss
-    launches: list[Launch]  # of the run, this one last
-    data_fingerprint: dict[str, list[tuple[str, int, int, str]]]  # see ShardSet.check
+    options: dict[str, Any]  # of STORED, as they were asked for
+    data: DataRecord | None
+    launch: LaunchRecord | None
+    metrics_bytes: Count  # size of metrics.jsonl at the save: what follows there is repeated after a resume
     saved_at: Annotated[float, 0, 2**41]  # seconds since 1970
-
-
-def config_of(entry: Launch) -> TrainConfig:
-    """Return the configuration that a launch trained with; options for one launch or one place have their defaults."""
-    return TrainConfig(**entry["options"] | entry["decisions"])
 
 
 @dataclass
@@ -113,16 +109,20 @@ class TrainState:
 
     step: Count = 0  # steps taken, skipped updates included
     rows_consumed: Count = 0
-    best_val_loss: Loss | None = None
-    val_loss: Loss | None = None  # of the last validation
     loss: Loss | None = None  # of the last step that was finite
-    elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
     recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
+    elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
+    scores: Scores = field(default_factory=dict)  # of the evaluations of these weights
+    validated_on: str = ""  # which rows val_loss was measured on: losses on other rows cannot be compared
 
     def total_s(self) -> float:
         """Return the wall-clock seconds of the run so far, over all launches."""
         return self.elapsed_s + process_age_s()
+
+
+class Unreadable(UserError):
+    """A file cannot be read at this moment; it may be intact."""
 
 
 def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -176,10 +176,10 @@ class Head:
 
     saved_at: Annotated[float, 0, 2**40]  # at most half of what CheckpointContent allows, so that later ones fit
     step: Count
-    origin: str = ""  # the id of the launch that took the step, see evaluations.origin()
     epoch: Loss | None = None
     loss: Loss | None = None
-    val_loss: Loss | None = None
+    scores: Scores = field(default_factory=dict, compare=False)
+    validated_on: str = ""
     format_version: Format = FORMAT_VERSION
 
     @property
@@ -204,10 +204,21 @@ class File(NamedTuple):
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the paths of all checkpoints in a folder, without opening them."""
-    files = [folder / LATEST, folder / STABLE, *folder.glob("rolling_step_*.pt")]
-    files += [folder / BACKUP, *folder.glob("epoch_*.pt"), folder / BEST]
-    return [file for file in files if os.path.lexists(file)]  # a link to nothing is a damaged checkpoint
+    """Return the paths of all checkpoints in a folder, without opening them; [] if there is no such folder.
+
+    Raises: Unreadable, if the folder exists and its content is not known.
+    """
+    try:
+        found = sorted(path.name for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        problem = f"{folder}: cannot be read ({error.strerror})"
+        raise Unreadable(f"{problem}; change its permissions, or fix the disk") from error
+    rolling = [name for name in found if re.fullmatch(r"rolling_step_.*\.pt", name)]
+    epochs = [name for name in found if re.fullmatch(r"epoch_.*\.pt", name)]
+    names = [LATEST, STABLE, *rolling, BACKUP, *epochs, BEST]
+    return [folder / name for name in names if name in found]  # also a link to nothing, as a damaged checkpoint
 
 
 def scan(folder: Path) -> list[File]:
@@ -251,11 +262,26 @@ def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int
     return names
 
 
+class Best(NamedTuple):
+    """The model with the lowest validation loss."""
+
+    val_loss: float
+    step: int
+    validated_on: str  # see TrainState
+
+    @classmethod
+    def of(cls, head: Head) -> "Best | None":
+        """Return what a checkpoint is as a best model; None if it was not validated."""
+        val_loss = head.scores.get("val_loss")
+        return None if val_loss is None else cls(val_loss, head.step, head.validated_on)
+
+
 def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
     orders_below = []
     for subfolder in folder.glob("*/"):
-        orders_below += [(file.order, file.path.parent) for file in scan(subfolder)]
+        with suppress(Unreadable):
+            orders_below += [(file.order, file.path.parent) for file in scan(subfolder)]
     if orders_below:
         _, newest_folder = max(orders_below)
         advice = f"--checkpoint_dir {newest_folder}"
@@ -319,10 +345,6 @@ def read_checkpoint(path: Path) -> dict:
     return as_checkpoint(load_verified(path), path)
 
 
-class Unreadable(UserError):
-    """A file cannot be read at this moment; it may be intact."""
-
-
 class NotOurs(UserError):
     """An intact file of another program."""
 
@@ -366,20 +388,14 @@ class _Plain(pickle._Unpickler):
         dispatch[code[0]] = _bounded(dispatch[code[0]])
 
 
-class Lineage(TypedDict):
-    """The part of a checkpoint's content that identifies its weights."""
-
-    step: Count
-    launches: list[FirstStep]
-
-
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
-    content: Any = load_verified(path, only_plain=True)
+    return _head_of(load_verified(path, only_plain=True), path)
+
+
+def _head_of(content: Any, path: Path) -> Head:
     check_ours(content, path)
-    head = typed(content, Head, path, ADVICE)
-    lineage = typed(content, Lineage, path, ADVICE)
-    return replace(head, origin=origin(lineage["launches"], head.step))
+    return typed(content, Head, path, ADVICE)
 
 
 # Each file is read only once, because thousands of files take seconds.
@@ -431,16 +447,6 @@ def check_ours(content: Any, path: Path) -> None:
         raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
 
 
-def _complete(entry: Launch, path: Path) -> TrainConfig:
-    """Give a launch the defaults of options that were added since its file was written; return its configuration."""
-    name = f"{path}: options at step {entry['step']:,}"
-    asked = typed(entry["options"], TrainConfig, name, ADVICE)
-    config = typed(entry["options"] | entry["decisions"], TrainConfig, name, ADVICE)
-    entry["options"] = {name: getattr(asked, name) for name in STORED}
-    entry["decisions"] = {name: getattr(config, name) for name in vars(config) if name in entry["decisions"]}
-    return config
-
-
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
     check_ours(content, path)
@@ -456,13 +462,15 @@ def as_checkpoint(content: Any, path: Path) -> dict:
         check_numbers(checkpoint)
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
-    rows = checkpoint["rows_consumed"]
-    expected = rows
-    for entry in checkpoint["launches"]:
-        config = _complete(entry, path)
-        expected = entry["row"] + (checkpoint["step"] - entry["step"]) * config.rows_per_step
-    if rows != expected:
-        raise UserError(f"{path}: rows_consumed is {rows:,}, which does not fit its steps and launches; {ADVICE}")
+    if checkpoint["data"]:
+        # Options that were added since the file was written have their defaults.
+        config = typed(checkpoint["options"], TrainConfig, f"{path}: options", ADVICE)
+        checkpoint["options"] = {name: getattr(config, name) for name in STORED}
+        data = checkpoint["data"]
+        rows = checkpoint["rows_consumed"]
+        expected = data["first_row"] + (checkpoint["step"] - data["first_step"]) * config.rows_per_step
+        if rows != expected:
+            raise UserError(f"{path}: rows_consumed is {rows:,}, expected {expected:,} after its steps; {ADVICE}")
     return checkpoint
 
 
@@ -487,6 +495,8 @@ def find_checkpoint(which: str, folder: Path) -> Found:
         which = "latest"
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
+        if which in NAMED and checkpoint_files(folder) and not os.path.lexists(path):
+            raise UserError(f"{path}: there is none yet: {NOT_YET[which]}. Try latest")
         return Found(path, read_checkpoint(path))
     damaged: dict[Path, str] = {}
     foreign: list[NotOurs] = []

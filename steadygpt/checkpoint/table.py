@@ -13,12 +13,11 @@ from typing import Any
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, columns_of, counted, duration_text, printable
 from steadygpt.checkpoint import files
-from steadygpt.checkpoint.evaluations import EVALUATIONS, Evaluations, parse_evaluations, read_evaluations
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.mirror.store import Mirror
 
-TITLES = ("file", "step", "epoch", "loss", "last val", "bits/byte", "size", "age", "state")
+TITLES = ("file", "step", "epoch", "loss", "val loss", "bits/byte", "size", "age", "state")
 # Columns that a terminal too narrow for all of them does not show, the least important first.
-EXPENDABLE = ("epoch", "bits/byte", "size", "loss", "age", "last val", "step")
+EXPENDABLE = ("epoch", "bits/byte", "size", "loss", "age", "val loss", "step")
 Row = Mapping[str, str]  # title -> cell
 
 
@@ -33,13 +32,11 @@ def print_checkpoints(folder: Path, mirror: str = "", verbose: bool = False) -> 
     return 0
 
 
-def _row(name: str, head: files.Head | None, size: int, evaluations: Evaluations) -> Row:
+def _row(name: str, head: files.Head | None, size: int) -> Row:
     """Return the cells of a file, without its state; its size is in bytes."""
     values: dict[str, Any] = {}
     if head:
-        # A checkpoint is captured before the evaluation of its step. So its head has the scores of an earlier step,
-        # which are shown only if its own step was not evaluated.
-        values = vars(head) | evaluations.get(head.origin, {}).get(head.step, {})
+        values = {**vars(head), **head.scores}
     forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
     numbers = ["-" if values.get(key) is None else format(values[key], form) for key, form in forms.items()]
     age = duration_text(max(0.0, time.time() - head.saved_at)) if head else "-"
@@ -75,7 +72,6 @@ def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.
     checkpoints = files.scan(folder)
     if not checkpoints:
         raise files.no_checkpoints(folder)
-    evaluations = read_evaluations(folder)
     further: list[str] = []
 
     def states() -> Iterator[str]:
@@ -91,7 +87,7 @@ def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.
                     known[file.inode] = str(error).removeprefix(f"{file.path}: ")
             yield known.get(file.inode, file.problem or "complete")
 
-    rows = [_row(file.path.name, file.head, file.size, evaluations) for file in checkpoints]
+    rows = [_row(file.path.name, file.head, file.size) for file in checkpoints]
     yield from _lines(rows, states(), columns)
     yield f"{counted(len(checkpoints), 'name')} in {folder}"
     yield from further
@@ -103,22 +99,18 @@ def mirror_table(mirror: Mirror, columns: float = math.inf) -> Iterator[str]:
     if not entries:
         raise UserError(f"no checkpoints in {mirror.url}; expected the URL that --mirror had")
     sizes = mirror.patiently(mirror.sizes)
-    evaluations: Evaluations = {}
-    if EVALUATIONS in sizes:
-        content = mirror.patiently(lambda: mirror.read(EVALUATIONS))
-        evaluations = parse_evaluations(content, f"{mirror.url}/{EVALUATIONS}")
-    rows = [_row(name, entry, entry.size, evaluations) for name, entry in entries.items()]
+    rows = [_row(name, entry, entry.size) for name, entry in entries.items()]
     is_whole = (sizes.get(entry.file) == entry.size for entry in entries.values())
     yield from _lines(rows, ("complete" if whole else "missing or incomplete" for whole in is_whole), columns)
     yield f"{counted(len(entries), 'name')} of {counted(len(set(entries.values())), 'file')} in {mirror.url}"
 
 
 def details(checkpoint: Mapping[str, Any], columns: float = math.inf) -> Iterator[str]:
-    """Yield lines about the content of a checkpoint: numbers, last launch, options, and the shapes of its weights."""
-    parts: dict[str, Mapping[str, Any]] = {"content": checkpoint}
-    launches = checkpoint["launches"]
-    if launches:
-        parts |= {"last launch": launches[-1], "options": launches[-1]["options"] | launches[-1]["decisions"]}
+    """Yield lines about the content of a checkpoint: numbers, launch, options, and the shapes of its weights."""
+    parts: dict[str, Mapping] = {"content": {**checkpoint, **checkpoint["scores"]}}
+    if checkpoint["launch"]:
+        how = {name: value for name, value in checkpoint["launch"]["how"].items() if name not in checkpoint["options"]}
+        parts |= {"launch": {**checkpoint["launch"], **how}, "options": checkpoint["options"]}
     for part, values in parts.items():
         shown = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}
         for name in ("tokenizer_json", "tokenizer_files"):

@@ -71,8 +71,8 @@ class Phase:
 
     number: int  # 0 for the first phase of the run
     first_row: int  # its position in the run
-    shares: Mapping[str, int]  # source -> its rows in a block
-    rows_used_before: Mapping[str, int]  # source -> rows it gave before this phase; includes sources that now give none
+    shares: dict[str, int]  # source -> its rows in a block
+    rows_used_before: dict[str, int]  # source -> rows it gave before this phase; includes sources that now give none
 
     def order(self, block: int, seed: int) -> np.ndarray:
         """Return the source of each row of a block, as an index into the sorted sources, (BLOCK_ROWS,) int64."""

@@ -5,7 +5,7 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -75,24 +75,31 @@ class Shard:
         return self._mapped()[0]
 
     @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
-    def _mapped(self) -> tuple[np.ndarray, int]:
-        """Map the ids into memory, and return them with the inode of their file."""
-        if not self.num_tokens:
-            return np.empty(0, self.dtype), 0  # mmap refuses an empty range
+    def _mapped(self) -> tuple[np.ndarray, os.stat_result]:
+        """Map the ids into memory, and return them with the state of their file."""
         with open_to_read(self.path) as file:
+            stat = os.fstat(file.fileno())
+            if not self.num_tokens:  # mmap refuses an empty range
+                return np.empty(0, self.dtype), stat
             mapped = np.memmap(file, self.dtype, mode="r", offset=self.offset, shape=(self.num_tokens,))
             # A view, because slicing a memmap costs more than copying a row.
-            return mapped.view(np.ndarray), os.fstat(file.fileno()).st_ino
+            return mapped.view(np.ndarray), stat
 
-    def check_whole(self) -> None:
-        """Check that the mapped file has not become shorter: reading past its end would kill the process (SIGBUS)."""
+    def check_unchanged(self) -> None:
+        """Check that the mapped file has neither become shorter nor been written to.
+
+        Reading past its end would kill the process (SIGBUS), and other tokens would be no error at all.
+        """
+        _, mapped = self._mapped()
         with suppress(OSError):  # a file that was deleted or replaced stays unchanged where it is mapped
-            stat = self.path.stat()
-            expected = self.offset + self.num_tokens * self.dtype.itemsize
-            if stat.st_ino == self._mapped()[1] and stat.st_size < expected:
+            now = self.path.stat()
+            if now.st_ino == mapped.st_ino and (now.st_size, now.st_mtime_ns) != (mapped.st_size, mapped.st_mtime_ns):
+                change = "modified"
+                if now.st_size != mapped.st_size:
+                    change = f"found {now.st_size:,} bytes, expected {mapped.st_size:,}"
                 raise RankError(
-                    f"{self.path}: shortened while the run reads it; found {stat.st_size:,} bytes, expected "
-                    f"{expected:,}. Restore the file, then resume with --resume latest"
+                    f"{self.path}: changed while the run reads it; {change}. Restore the file, then resume with "
+                    "--resume latest"
                 )
 
 
@@ -238,7 +245,7 @@ def shard_files(data_dir: Path, split: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The shards of a split of a folder. A fingerprint maps the keys of sets to the results of their check()."""
+    """The shards of a split of a folder."""
 
     name: str  # of a source or a validation set
     folder: str
@@ -290,10 +297,6 @@ class ShardSet:
         return replace(self, shards=shards)
 
     @property
-    def key(self) -> str:
-        return f"{self.folder}:{self.split}"
-
-    @property
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
@@ -318,66 +321,42 @@ class ShardSet:
             descriptions[str(shard.path)] = description
         return descriptions
 
-    def recorded_digests(self, fingerprint: Mapping[str, Sequence[list]]) -> dict[tuple, str]:
-        """Return stamp() -> SHA-256 of the files of this set that a fingerprint has."""
-        return {tuple(name_size_time): digest for *name_size_time, digest in fingerprint.get(self.key, ())}
+    def identity(self) -> str:
+        """Return the SHA-256 of this set: of its shards' sums in the manifest or, without one, of samples of them."""
+        sums = self.digests
+        descriptions = [sums[shard.path.name] for shard in self.shards] if sums else self.listing(reads=True).values()
+        return hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
 
-    def identity(self, fingerprint: Mapping[str, Sequence[list]], reads: bool) -> str:
-        """Return the identity of this set: the SHA-256 of its shards' SHA-256 sums in the order of their names.
-
-        Args:
-            reads: read shards whose sums neither the manifest nor the fingerprint has.
-
-        Returns: "" if shards must be read and `reads` is False.
-        """
-        digests = self.digests
-        recorded = self.recorded_digests(fingerprint)
-        known_sums = [digests.get(shard.path.name) or recorded.get(stamp(shard.path)) for shard in self.shards]
-        if not all(known_sums) and not reads:
-            return ""
-        sums = [known_sum or sha256_of(shard.path) for known_sum, shard in zip(known_sums, self.shards, strict=True)]
-        return hashlib.sha256("\n".join(sums).encode()).hexdigest()
-
-    def check(self, vocab_size: int, fingerprint: Mapping[str, Sequence[list]] = {}) -> list[list]:
+    def check(self, vocab_size: int, known: Collection[tuple[str, int, int]] = ()) -> list[tuple[str, int, int]]:
         """Read every shard; verify its checksum in the manifest, and that each token is in the vocabulary.
 
         Args:
-            fingerprint: a file with the same name, size and modification time as in it is not read again.
+            known: stamps of files that are not read again.
 
-        Returns: an entry for each shard, [file name, bytes, modification time (ns), SHA-256 in hex].
+        Returns: the stamp of each shard.
         """
         digests = self.digests
-        recorded = self.recorded_digests(fingerprint)
 
-        def check_shard(shard: Shard) -> list:
+        def check_shard(shard: Shard) -> tuple[str, int, int]:
             name_size_time = stamp(shard.path)
-            digest = recorded.get(name_size_time)
-            if digest:
-                return [*name_size_time, digest]
-            digest = sha256_of(shard.path)
-            expected = digests.get(shard.path.name, digest)
+            if name_size_time in known:
+                return name_size_time
+            expected = digests.get(shard.path.name)
+            digest = sha256_of(shard.path) if expected else expected
             if digest != expected:
                 raise UserError(
-                    f"{shard.path}: SHA-256 {digest[:12]}..., but {MANIFEST} says {expected[:12]}...; "
+                    f"{shard.path}: SHA-256 {digest:.12}..., but {MANIFEST} says {expected:.12}...; "
                     "the file is damaged, prepare or copy it again"
                 )
             for start in range(0, shard.num_tokens, 2**24):
                 check_vocabulary(shard.path, shard.tokens()[start : start + 2**24], vocab_size, start)
-            return [*name_size_time, digest]
+            return name_size_time
 
         with ThreadPoolExecutor() as pool:
-            entries = pool.map(check_shard, self.shards)
+            stamps = pool.map(check_shard, self.shards)
             # The delay hides the bar when the check is quick.
-            bar = ProgressBar(iterable=entries, total=len(self.shards), desc="checking shards", unit="shard", delay=3)
+            bar = ProgressBar(iterable=stamps, total=len(self.shards), desc="checking shards", unit="shard", delay=3)
             return [*bar]
-
-
-class Recorded(NamedTuple):
-    """A set of shards as a checkpoint records it."""
-
-    name: str
-    folder: str
-    identity: str
 
 
 def check_listing(listing: Mapping[str, str], listing_of_main: Mapping[str, str]) -> None:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
-from steadygpt.base.durable import replace_file
+from steadygpt.base.durable import leads_to_lock, replace_file
 from steadygpt.base.opening import open_to_write
-from steadygpt.base.options import mute
+from steadygpt.base.options import UserError, mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import columns_of, duration_text, fitting, labelled, printable
 from steadygpt.config import TrainConfig
@@ -32,7 +32,7 @@ from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
-LOAD_INTERVAL_S = 10.0  # between measurements of the machine's load
+LOAD_S = 10.0  # between measurements of GPUs, CPU and memory
 MAX_WARNINGS = 5  # the last ones are in status.json
 STEP_FORMS = {
     "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
@@ -46,11 +46,15 @@ class RunLog:
     """Prints the measurements of a run, and after open() writes them to every sink. Other threads may write too.
 
     On ranks other than 0 it prints nothing and is never opened.
+
+    Args:
+        folder_lock: the lock of the run's folder, without which nothing is written there.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks):
+    def __init__(self, config: TrainConfig, ranks: Ranks, folder_lock: IO[str] | None = None):
         self.config = config
         self.ranks = ranks
+        self.folder_lock = folder_lock
         self.max_steps = config.max_steps
         self.lock = threading.RLock()
         self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
@@ -62,6 +66,8 @@ class RunLog:
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
         self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that tell() calls; {}: only print
+        self.launch: dict[str, Any] = {}  # see metrics.LaunchLine
+        self.early: list[str] = []  # lines for log.txt from before it was opened
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
         """Open the files and sinks of a run, on rank 0; `launch` has "run", "id", "parent" and "how" of LaunchLine."""
@@ -69,12 +75,13 @@ class RunLog:
         folder = Path(config.checkpoint_dir)
         self.sinks = {LOG: LineFile(folder / LOG), METRICS: Metrics(folder / METRICS)}
         self.note(step=first_step)
-        self.say(labelled("run", config.name))
         with self._surviving(LOG):
-            for line in self.facts["warnings"]:  # until now they were only printed
-                self.sinks[LOG].write(f"warning: {line}")
+            for line in self.early:
+                self.sinks[LOG].write(line)
+        self.early = []
         wandb = WandbSink(config, launch, self.warn) if config.use_wandb else None
-        self.tell("log", first_step, {"first_step": first_step, **launch, "wandb": wandb.id if wandb else ""})
+        self.launch = {**launch, "wandb": wandb.id if wandb else ""}
+        self.sinks[METRICS].log(first_step, {"first_step": first_step, **self.launch})
         if wandb:
             self.say(labelled("wandb", wandb.place))
             self.sinks["wandb"] = wandb
@@ -82,7 +89,7 @@ class RunLog:
             self.sinks["TensorBoard"] = TensorBoard(config, first_step)
         if config.alert_url:
             self.sinks["alerts"] = Alerts(config.alert_url, config.name, self.warn)
-        self.sinks["system"] = SystemMetrics(LOAD_INTERVAL_S, self.ranks.device, self.load, self.warn)
+        self.sinks["system"] = SystemMetrics(LOAD_S, self.ranks.device, self.load, self.warn)
 
     def step(
         self,
@@ -168,6 +175,8 @@ class RunLog:
             if self.sinks:
                 with self._surviving(LOG):
                     self.sinks[LOG].write(text)
+            else:
+                self.early.append(text)
 
     def warn(self, line: str, event: str = "") -> None:
         """Write a warning to stderr, log.txt and status.json, and send it as an alert if it is an event."""
@@ -205,7 +214,7 @@ class RunLog:
 
     def _write_status(self, durable: bool) -> None:
         self.heartbeat_at_s = time.monotonic()
-        if not self.sinks:
+        if not self._owns_folder():
             return
         path = Path(self.config.checkpoint_dir, STATUS)
         content = f"{json.dumps({**self.facts, 'updated_at': time.time()}, indent=2)}\n".encode()
@@ -217,16 +226,36 @@ class RunLog:
                     file.write(content)
                     file.truncate()
 
+    def _owns_folder(self) -> bool:
+        """Return whether the path of the run's folder still leads to the folder that this process has locked."""
+        return self.folder_lock is not None and leads_to_lock(Path(self.config.checkpoint_dir), self.folder_lock)
+
     def flush(self) -> None:
-        """Make everything written so far durable."""
+        """Make everything written so far durable; open files anew that were removed or rotated."""
+        with self.lock:
+            for name, kind in ((LOG, LineFile), (METRICS, Metrics)):
+                sink = self.sinks.get(name)
+                if sink and sink.is_replaced() and self._owns_folder():
+                    with self._surviving(name):
+                        self.sinks[name] = kind(sink.path)
+                        sink.close()
+                        if name == METRICS:
+                            step = self.facts["step"]
+                            self.sinks[name].log(step, {"first_step": step, **self.launch})
+                        self.warn(f"{sink.path}: was removed or renamed during the run; opened anew")
         self.tell("flush")
 
+    def size_of(self, name: str) -> int:
+        """Return the bytes of LOG or METRICS."""
+        return self.sinks[name].file.tell()
+
     def __enter__(self) -> "RunLog":
-        self._write_status(durable=True)  # starting: the model is not built yet
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if error and self.facts["status"] == "running":  # before the first step
+        """Record in status.json a run that has ended before its first step; nothing if it was refused."""
+        is_refused = isinstance(error, UserError) and not self.sinks
+        if error and self.facts["status"] == "running" and not is_refused:
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
                 self.status("stopped", reason)

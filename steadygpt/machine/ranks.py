@@ -8,12 +8,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,27 +54,22 @@ class Ranks:
 
     def max(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
-        return self.max_later(number)()[0] if self.world_size > 1 else number
+        return int(self.max_of([number])[0])
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on at least one rank."""
         return bool(self.max(flag))
 
-    def max_later(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start to compute the largest of the ranks' first numbers, of their second numbers, and so on.
+    def max_of(self, numbers: Sequence[float]) -> list[float]:
+        """Return the largest of the ranks' first numbers, of their second numbers, and so on.
 
-        Returns: a function that waits for the results.
-
-        The numbers are sent as CPU tensors, so no GPU has to synchronize.
+        They are sent as CPU tensors, so no GPU has to synchronize.
         """
-        tensor = torch.tensor(numbers)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
-
-        def wait() -> list[int]:
-            work.wait()
-            return tensor.tolist()
-
-        return wait
+        if self.world_size == 1:
+            return list(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.float64)  # which is exact for integers up to 2**53
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors, computed in place."""
@@ -82,9 +77,33 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def mean(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the ranks' numbers, (n,) on each, taken in the order of the ranks."""
-        return self.concatenated(numbers).mean()
+    def step_numbers(
+        self, columns: Mapping[str, torch.Tensor], requests: Sequence[float]
+    ) -> tuple[dict[str, float], list[float]]:
+        """Return the mean of each column over its entries on all ranks, and the largest of the ranks' requests.
+
+        One exchange, and one wait of the host for the device.
+
+        Args:
+            columns: name -> (n,) or a scalar on the device, on each rank.
+            requests: numbers of this rank.
+        """
+        parts = [column.detach().reshape(-1).float() for column in columns.values()]
+        own = torch.cat(parts)
+        if self.world_size > 1:
+            own = torch.cat([own, torch.tensor(requests, dtype=own.dtype, device=own.device)])
+        whole = self.concatenated(own[None])  # (ranks, numbers)
+        results = []
+        at = 0
+        for part in parts:
+            results.append(whole[:, at : at + len(part)].reshape(-1).mean())
+            at += len(part)
+        numbers = torch.stack(results)
+        if self.world_size > 1:
+            numbers = torch.cat([numbers, whole[:, at:].amax(0)])
+        values = numbers.tolist()
+        agreed = values[len(columns) :] if self.world_size > 1 else list(requests)
+        return dict(zip(columns, values, strict=False)), agreed
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the ranks' tensors, (n, ...) on each, in the order of the ranks: (world_size * n, ...)."""
@@ -111,76 +130,62 @@ class Ranks:
 
     def on_each(self, compute: Callable[[], Result]) -> Result:
         """Call compute() on every rank and return this rank's result; a mistake on one rank is a UserError on all."""
-        result, error = result_or_error(compute)
-        if self.any(bool(error)):
-            if error and not self.is_main:
-                error = f"rank {self.rank} on {socket.gethostname()}: {error}"
-            errors = [text for text in self.gather(error) if text]
-            raise UserError(errors[0])
-        return cast(Result, result)
-
-    def from_main(self, compute: Callable[[], Result]) -> Result:
-        """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
-        result, error = self.broadcast(result_or_error(compute) if self.is_main else (None, ""))
-        if error:
-            raise UserError(error)
-        return cast(Result, result)
+        result: Any = None
+        problem = ""
+        try:
+            result = compute()
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{error}; fix it, then start again"
+        if self.any(bool(problem)):
+            if problem and not self.is_main:
+                problem = f"rank {self.rank} on {socket.gethostname()}: {problem}"
+            problems = [text for text in self.gather(problem) if text]
+            raise UserError(problems[0])
+        return result
 
     def on_main(self, compute: Callable[[], Result]) -> Result | None:
         """Call compute() on rank 0 and return its result there; the other ranks wait and get None."""
-        results: list[Result] = []
-        self.from_main(lambda: results.append(compute()))
-        return results[0] if results else None
+        return self.on_each(lambda: compute() if self.is_main else None)
 
-
-def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Return the result of compute() and "", or None and the text of the user's mistake."""
-    try:
-        return compute(), ""
-    except UserError as error:
-        return None, str(error)
-    except OSError as error:
-        return None, f"{error}; fix it, then start again"
+    def from_main(self, compute: Callable[[], Result]) -> Result:
+        """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
+        return self.broadcast(cast(Result, self.on_main(compute)))
 
 
 class Stopped(Exception):
-    """The ranks have agreed to stop before the last step; `reason` is one of StopSignal.REASONS."""
+    """The ranks have agreed to stop before the last step; `reason` is one of Requests.REASONS."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
 
 
-class StopSignal:
-    """Collects reasons to stop and requests for saves, until the ranks agree to stop for one reason, or to save.
+class Requests:
+    """Requests to stop and to save, until the ranks agree on them.
 
-    Reasons to stop are signals, --max_hours and failed saves. Timed saves are requested by rank 0, whose clock counts.
-    Several ranks agree in the background, from one check() to the next, so no rank waits for another.
+    Signals, --max_hours and failed saves ask to stop. Rank 0, whose clock counts, also asks for timed saves. The ranks
+    exchange their requests together with the numbers of each step, see own(), and where a step or an evaluation takes
+    long, also in between.
 
     Args:
         max_hours: counted from the start of this process, as a job's time limit is; 0: no limit.
-        alive: is called by each check(), as a sign that the run makes progress.
-        checks_per_step: number of checks in a step. More than FEW ranks agree at fewer of them, but once a step.
+        alive: is called by each check, as a sign that the run makes progress.
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
-    REASONS = ("", *SIGNALS, "max_hours", "saves failed")
-    FEW = 16  # ranks
+    REASONS = ("", *SIGNALS, "max_hours", "saves failed", "folder lost")
+    LONG_S = 2.0  # a step that takes longer is interrupted between two micro-steps
 
-    def __init__(
-        self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None, checks_per_step: int = 1
-    ):
+    def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
         self.ranks = ranks
         self.alive = alive
         self.deadline = time.monotonic() - process_age_s() + 3600 * max_hours if max_hours else math.inf
         self.asked = 0  # index in REASONS
-        # The number of saves in this launch that rank 0 asks for, and that the ranks have agreed on.
-        self.saves_asked = 0
-        self.saves_agreed = 0
-        self.checks = 0
-        self.checks_to_agree = max(1, min(checks_per_step, ranks.world_size // self.FEW))
-        # Waits for what the ranks agree on since the last check: index in REASONS, number of saves.
-        self.agreed: Callable[[], list[int]] = lambda: [0, 0]
+        self.wants_save = False
+        self.step_s = math.inf  # of the last step of this rank
+        self.agreed = [0.0, 0.0, math.inf]  # the largest of the ranks' own() at the last exchange
 
     def listen(self) -> None:
         """Collect signals from now on. Under nohup, SIGHUP stays ignored: closing the terminal must not stop a run."""
@@ -206,14 +211,8 @@ class StopSignal:
                 signal.signal(number, interrupt)
 
     def ask(self, reason: str) -> None:
-        """Ask all ranks to stop at one of their next checks, for one of REASONS."""
+        """Ask all ranks to stop, for one of REASONS."""
         self.asked = self.asked or self.REASONS.index(reason)  # under torchrun a terminal's Ctrl-C arrives twice
-
-    def ask_save(self, number: int) -> None:
-        """Ask all ranks, from one of their next checks on, to save until this launch has made `number` saves."""
-        self.saves_asked = number
-        if self.ranks.world_size == 1:
-            self.saves_agreed = number
 
     def take_interrupt(self) -> bool:
         """Forget the last signal, and return whether it was Ctrl-C or SIGTERM: a scheduler may repeat its SIGUSR1."""
@@ -221,26 +220,46 @@ class StopSignal:
         self.asked = 0
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
-    def check(self) -> None:
-        """Stop if any rank was asked to. Every rank must call it.
-
-        With several ranks, reasons are exchanged at one check and take effect at the next one.
-
-        Raises: Stopped, on all ranks together.
-        """
+    def own(self) -> list[float]:
+        """Return what this rank asks for: the index of a reason to stop, whether to save, seconds of its last step."""
         self.alive()
         if time.monotonic() > self.deadline:
             self.ask("max_hours")
-        self.checks += 1
-        if self.checks % self.checks_to_agree:
-            return
-        reason = self.asked
+        return [self.asked, self.wants_save, self.step_s]
+
+    def exchange(self) -> None:
+        """Let the ranks agree on their requests now. All ranks call it."""
         if self.ranks.world_size > 1:
-            reason, self.saves_agreed = self.agreed()
+            self.agreed = self.ranks.max_of(self.own())
+
+    def check(self) -> None:
+        """Stop if the ranks have agreed on it. Raises: Stopped, on all ranks together."""
+        if self.ranks.world_size == 1:
+            self.agreed = self.own()
+        reason = int(self.agreed[0])
         if reason:
             raise Stopped(self.REASONS[reason])
-        if self.ranks.world_size > 1:
-            self.agreed = self.ranks.max_later(self.asked, self.saves_asked)
+
+    def check_now(self) -> None:
+        """Let the ranks agree now, and stop if one of them asks for it. Raises: Stopped, on all ranks together."""
+        self.exchange()
+        self.check()
+
+    def check_within_step(self) -> None:
+        """Stop between two micro-steps of a step that takes long. Raises: Stopped, on all ranks together."""
+        if self.agreed[2] > self.LONG_S:
+            self.exchange()
+        self.check()
+
+    @property
+    def save_agreed(self) -> bool:
+        """Whether the ranks have agreed on a timed save."""
+        return bool(self.agreed[1])
+
+    def forget_save(self) -> None:
+        """Forget the request for a save, which was made."""
+        self.wants_save = False
+        self.agreed[1] = 0.0
 
 
 def launched_as() -> tuple[int, int]:

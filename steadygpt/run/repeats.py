@@ -1,4 +1,4 @@
-"""Steps that are computed twice: a comparison with their records in the log."""
+"""Steps that are computed twice, after a resume: a comparison with their records in metrics.jsonl."""
 
 import json
 import math
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from steadygpt.base.text import counted, printable
-from steadygpt.log.metrics import LaunchLine, Record, segments, without_nan
+from steadygpt.checkpoint.files import LaunchRecord
+from steadygpt.log.metrics import Record, launches_from, without_nan
 from steadygpt.log.runlog import RunLog
-from steadygpt.run.launches import difference
 
 NUMBERS = ("loss", "grad_norm", "lr")  # of a record that are compared
 # The usual differences of repeated steps where equal launches need not compute the same bits: steps after the
@@ -21,36 +21,10 @@ USUAL = {1: (1e-3, 1e-2), 10: (5e-3, 0.3), math.inf: (0.1, math.inf)}
 CAUSES = "causes are in docs/checkpoints.md, Repeated steps"
 
 
-def repeated_records(path: Path, step: int, parent: str, settings: Mapping[str, Any]) -> tuple[dict[int, Record], str]:
-    """Read from a metrics.jsonl the records of the steps that a run repeats after a checkpoint.
-
-    Args:
-        step: of the checkpoint.
-        parent: id of the launch that wrote the checkpoint.
-        settings: "how" of this launch, see note_of_launch(); only launches with the same settings can be compared.
-
-    Returns: step -> record, up to the first one that cannot be compared; and why it cannot, "" if all can.
-    """
-    launches: list[tuple[LaunchLine, list[Record]]] = []
-    for launch, records in segments(path, step, "loss"):
-        launches.append((launch, records))
-        if launch["id"] == parent or launch["first_step"] < step:  # earlier launches have no such records
-            break
-    comparable: dict[int, Record] = {}
-    descended = {parent}  # ids of the launches that continue from the steps of the checkpoint
-    for launch, records in reversed(launches):
-        if launch["parent"] in descended and launch["first_step"] >= step:
-            descended.add(launch["id"])
-        if not records:
-            continue
-        if launch["id"] not in descended:
-            return comparable, "their records do not descend from this checkpoint"
-        changes = difference(launch["how"], settings)
-        if changes:
-            return comparable, printable(changes)
-        for record in records:
-            comparable[int(record["step"] or 0)] = record
-    return comparable, ""
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return which settings differ between two launches, such as "ranks 2 -> 1"; "" if none does."""
+    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
 
 
 def usual_differences(steps: int) -> dict[str, float]:
@@ -60,99 +34,122 @@ def usual_differences(steps: int) -> dict[str, float]:
 
 
 @dataclass
-class Comparison:
-    """Compares steps with their records, up to the first one that differs by more than is usual.
+class Repeats:
+    """The comparison of the steps that a resumed run repeats, up to the first one that differs more than is usual.
 
     Where equal launches compute the same bits, no difference is usual.
     """
 
-    first_step: int  # that of the checkpoint
+    step: int  # at which the run has resumed
+    records: dict[int, Record] = field(default_factory=dict)  # by step, those that are not compared yet
+    reason: str = ""  # why the steps after these records are not compared
     is_exact: bool = True  # equal launches compute the same bits
-    steps: int = 0  # compared so far
+    compared: int = 0  # steps
     last_step: int = 0  # the last one compared
-    largest_differences: dict[str, float] = field(default_factory=dict)  # relative, so far, by number of a record
+    largest: float = 0.0  # relative difference of a number so far
+    largest_of_loss: float = 0.0
     first_difference: str = ""  # in words, the first step and number that differ by more than is usual
 
-    def add(self, step: int, recorded: Record, measured: Mapping[str, float | None]) -> None:
-        """Compare the measurements of a step with its record."""
-        if self.first_difference:
+    @classmethod
+    def read(
+        cls, path: Path, offset: int, step: int, parent: LaunchRecord, how: Mapping[str, Any], is_exact: bool
+    ) -> "Repeats":
+        """Read from a metrics.jsonl the records of the steps that a run repeats after a checkpoint.
+
+        Args:
+            offset: of the record after the checkpoint, in bytes.
+            parent: the launch that wrote the checkpoint; the records at the offset are its own.
+            how: the settings of this launch; only launches with the same settings can be compared.
+        """
+        repeats = cls(step, is_exact=is_exact)
+        descended = {parent["id"]}  # launches that continue from the steps of the checkpoint
+        for launch, records in launches_from(path, offset, parent):
+            if launch["parent"] in descended and launch["step"] >= step:
+                descended.add(launch["id"])
+            records = [record for record in records if (record["step"] or 0) >= step and "loss" in record]
+            if not records:
+                continue
+            if launch["id"] not in descended:
+                repeats.reason = "their records do not descend from this checkpoint"
+                break
+            changes = difference(launch["how"], how)
+            if changes:
+                repeats.reason = printable(changes)
+                break
+            first = int(records[0]["step"] or 0)
+            kept = {number: record for number, record in repeats.records.items() if number < first}
+            repeats.records = kept | {int(record["step"] or 0): record for record in records}
+        return repeats
+
+    def add(self, step: int, measured: Mapping[str, float | None]) -> None:
+        """Compare the measurements of a step with its record, if there is one."""
+        record = self.records.pop(step, None)
+        if record is None or self.first_difference:
             return
-        self.steps += 1
+        self.compared += 1
         self.last_step = step
         measured = without_nan(measured)  # as in the record
-        bounds = {} if self.is_exact else usual_differences(step - self.first_step)
+        bounds = {} if self.is_exact else usual_differences(step - self.step)
         for name in NUMBERS:
-            before = recorded.get(name)
+            before = record.get(name)
             now = measured.get(name)
             if before == now:
                 continue
             old = before or 0.0  # a number that is not finite counts as 0
             new = now or 0.0
-            relative_difference = abs(new - old) / (max(abs(new), abs(old)) or 1.0)
+            relative = abs(new - old) / (max(abs(new), abs(old)) or 1.0)
             bound = bounds.get(name, 0.0)
             is_one_finite = (before is None) != (now is None)
-            if self.is_exact or is_one_finite or relative_difference > bound:
+            if self.is_exact or is_one_finite or relative > bound:
                 text = f"repeated step {step:,} has {name} {json.dumps(now)}, but had {json.dumps(before)} before"
                 if bound and not (self.is_exact or is_one_finite):
                     text += f", more than the {bound:g} (relative) that are usual without --deterministic"
                 self.first_difference = text
                 return
-            largest = self.largest_differences.get(name, 0.0)
-            self.largest_differences[name] = max(largest, relative_difference)
+            self.largest = max(self.largest, relative)
+            if name == "loss":
+                self.largest_of_loss = max(self.largest_of_loss, relative)
 
     def result(self) -> str:
-        """Return in words which steps were compared and how closely they agree; "" if none was compared."""
-        if self.first_difference or not self.steps:
-            return self.first_difference
-        steps = self.last_step - self.first_step + 1
-        repeated = f"repeated {counted(steps, 'step')}"
-        if self.steps < steps:
-            repeated += f" ({self.steps:,} logged)"
-        if not self.largest_differences:
-            return f"{repeated}, bit for bit the same losses"
-        largest = self.largest_differences.get("loss", 0)
-        return f"{repeated}, losses within {largest:.1g} of those before"
-
-
-@dataclass
-class Repeats:
-    """Compares the steps that a resumed run repeats; does nothing on ranks other than 0, which have no records."""
-
-    log: RunLog
-    step: int = 0  # at which the run has resumed
-    records: dict[int, Record] = field(default_factory=dict)  # by step, those that are not compared yet
-    reason: str = ""  # why the steps after these records are not compared
-    is_exact: bool = True  # equal launches compute the same bits
-
-    def __post_init__(self) -> None:
-        self.comparison = Comparison(self.step, self.is_exact)
-
-    def add(self, step: int, measured: Mapping[str, float | None]) -> None:
-        """Compare the measurements of a step, and report after the last repeated one."""
-        record = self.records.pop(step, None)
-        if record:
-            self.comparison.add(step, record, measured)
-        if self.comparison.first_difference or not self.records:
-            self.report()
-
-    def report(self) -> None:
-        """Log the result once and stop comparing, also in a run that ends before the last repeated step."""
-        comparison = self.comparison
-        reason = self.reason
-        self.comparison = Comparison(self.step, self.is_exact)
-        self.records = {}
-        self.reason = ""
+        """Return in words which steps were compared and how closely they agree; "" if there is nothing to say."""
         parts = []
-        if comparison.steps:
-            parts.append(comparison.result())
-        if reason and not comparison.first_difference:
-            which = "later" if comparison.steps else "repeated"
-            parts.append(f"{which} steps are not compared: {reason}")
-        if not parts:
-            return
-        line = f"resumed at step {self.step:,}: {'; '.join(parts)}"
-        self.log.note(resume=line)  # for status.json
-        if comparison.first_difference:
-            self.log.warn(f"{line}; {CAUSES}", event="resume differs")
-        else:
-            self.log.say(line)
+        if self.first_difference:
+            return self.first_difference
+        if self.compared:
+            steps = self.last_step - self.step + 1
+            repeated = f"repeated {counted(steps, 'step')}"
+            if self.compared < steps:
+                repeated += f" ({self.compared:,} logged)"
+            if self.largest:
+                parts.append(f"{repeated}, losses within {self.largest_of_loss:.1g} of those before")
+            else:
+                parts.append(f"{repeated}, bit for bit the same losses")
+        if self.reason:
+            which = "later" if self.compared else "repeated"
+            parts.append(f"{which} steps are not compared: {self.reason}")
+        return "; ".join(parts)
+
+
+def compare_step(repeats: Repeats, log: RunLog, step: int, measured: Mapping[str, float | None]) -> None:
+    """Compare a step, and report after the last repeated one."""
+    repeats.add(step, measured)
+    if repeats.first_difference or not repeats.records:
+        report(repeats, log)
+
+
+def report(repeats: Repeats, log: RunLog) -> None:
+    """Log the result once and stop comparing, also in a run that ends before the last repeated step."""
+    result = repeats.result()
+    is_different = bool(repeats.first_difference)
+    repeats.records = {}
+    repeats.reason = ""
+    repeats.compared = 0
+    repeats.first_difference = ""
+    if not result:
+        return
+    line = f"resumed at step {repeats.step:,}: {result}"
+    log.note(resume=line)  # for status.json
+    if is_different:
+        log.warn(f"{line}; {CAUSES}", event="resume differs")
+    else:
+        log.say(line)

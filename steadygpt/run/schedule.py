@@ -1,116 +1,93 @@
-"""The length of a run in steps, rows and epochs, and its learning rate."""
+"""What follows from the options and the step: learning rate, length of the run, names of saves."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import replace
+
+import torch
 
 from steadygpt.base.options import UserError
-from steadygpt.base.text import labelled
-from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, Launch, config_of
-from steadygpt.choices import SCHEDULES, Decay
+from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
+from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
-from steadygpt.run.history import History
+
+WARMUP_STEPS = 715  # of --warmup_steps -1, in a run that is long enough (Brown et al. 2020: 375 M tokens)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate of each step of a run, and the steps at which epochs and the cool-down leave a checkpoint."""
-
-    config: TrainConfig  # settled, with max_steps and warmup_steps
-    rows_per_epoch: int = 0  # of the data, or of --steps_per_epoch; 0 for a mixture, or before the data is prepared
-
-    @property
-    def decay(self) -> Decay:
-        return SCHEDULES[self.config.schedule]
-
-    @cached_property
-    def decay_start(self) -> int:
-        """The step from which the learning rate falls."""
-        steps = self.config.max_steps
-        share = self.config.cooldown if self.decay.cools_down else self.decay.part  # of the steps
-        return max(self.config.warmup_steps, steps - round(share * steps))
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step. It rises linearly to max_lr, then falls to min_lr as --schedule says."""
-        config = self.config
-        if step < config.warmup_steps:
-            return config.max_lr * (step + 1) / config.warmup_steps
-        start = self.decay_start
-        progress = min(1.0, max(0, step - start) / max(1, config.max_steps - start))
-        left = self.decay.left(progress)
-        return config.min_lr + left * (config.max_lr - config.min_lr)
-
-    def epochs(self, rows: int) -> float:
-        """Convert consumed rows to epochs; 0 if the length of an epoch is not known."""
-        return rows / (self.rows_per_epoch or math.inf)
-
-    def tiers(self, step: int, rows: int) -> list[str]:
-        """Return the names, besides latest.pt, of the checkpoint after `step` steps, which consumed `rows` rows."""
-        names = []
-        freq = self.config.checkpoint_freq
-        if step and freq and step % freq == 0:
-            names.append(ROLLING.format(step))
-        epoch = int(self.epochs(rows))
-        if step and epoch > int(self.epochs(rows - self.config.rows_per_step)):
-            names.append(EPOCH.format(epoch))
-        if self.decay.cools_down and step == self.decay_start:
-            names.append(STABLE)
-        return names
-
-    def notes(self, checkpoint: Mapping[str, Any] | None) -> list[str]:
-        """Return lines for the plan: where the cool-down begins, and how a resume changes the learning rate."""
-        notes = []
-        step = checkpoint["step"] if checkpoint else 0
-        if self.decay.cools_down and self.decay_start > step:
-            text = f"starts at step {self.decay_start:,}; {STABLE} is saved just before"
-            notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
-        if checkpoint and step >= max(1, self.config.warmup_steps):
-            planned = self._of_launch(checkpoint["launches"][-1])
-            before = planned.learning_rate(step)
-            now = self.learning_rate(step)
-            if now > 1.1 * before:
-                advice = "; --resume stable continues from before the decay" if planned.decay.cools_down else ""
-                notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
-            elif now < 0.9 * before:
-                notes.append(labelled("lr", f"falls from {before:.2e} to {now:.2e} at once"))
-        return notes
-
-    def _of_launch(self, launch: Launch) -> "Schedule":
-        """Return the schedule that a launch had planned."""
-        config = config_of(launch)
-        if not config.max_steps and self.rows_per_epoch:  # its number of epochs decided its length
-            max_steps = config.last_step(launch["step"], launch["row"], self.rows_per_epoch)
-            config = replace(config, max_steps=max_steps)
-        return Schedule(config)
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step. It rises linearly to max_lr, then falls to min_lr as --schedule says."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    start = decay_start(config)
+    progress = min(1.0, max(0, step - start) / max(1, config.max_steps - start))
+    left = SCHEDULES[config.schedule].left(progress)
+    return config.min_lr + left * (config.max_lr - config.min_lr)
 
 
-def with_steps(config: TrainConfig, rows_per_epoch: int, history: History) -> TrainConfig:
-    """Settle how many steps a run takes, and how many of them warm up.
+def decay_start(config: TrainConfig) -> int:
+    """Return the step from which the learning rate falls."""
+    decay = SCHEDULES[config.schedule]
+    share = config.cooldown if decay.cools_down else decay.part  # of the steps
+    return max(config.warmup_steps, config.max_steps - round(share * config.max_steps))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> float:
+    """Set what the schedule decides for each group of parameters in a step, and return the learning rate.
+
+    Other values of a group, such as "weight_decay" or Muon's "momentum", may follow the step here too.
+    """
+    lr = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
+    return lr
+
+
+def epochs(rows: int, rows_per_epoch: int) -> float:
+    """Convert consumed rows to epochs; 0 if the length of an epoch is not known."""
+    return rows / rows_per_epoch if rows_per_epoch else 0.0
+
+
+def names_of_save(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -> list[str]:
+    """Return the names, besides latest.pt, of the checkpoint after `step` steps, which consumed `rows` rows."""
+    names = []
+    freq = config.checkpoint_freq
+    if step and freq and step % freq == 0:
+        names.append(ROLLING.format(step))
+    epoch = int(epochs(rows, rows_per_epoch))
+    if step and epoch > int(epochs(rows - config.rows_per_step, rows_per_epoch)):
+        names.append(EPOCH.format(epoch))
+    if SCHEDULES[config.schedule].cools_down and step == decay_start(config):
+        names.append(STABLE)
+    return names
+
+
+def with_steps(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -> TrainConfig:
+    """Return the configuration with the number of steps of a run, and how many of them warm up.
 
     Args:
         rows_per_epoch: 0 for a mixture, or after a change of the data, because such a run has no epochs.
+        step, rows: where the run is now; its batch size may have changed since it began.
     """
-    if not (config.max_steps or config.num_epochs * config.steps_per_epoch or rows_per_epoch):
-        raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
-    step = history.step
-    max_steps = config.last_step(step, history.rows_consumed, rows_per_epoch)
+    max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
+    if not max_steps:
+        if not rows_per_epoch:
+            raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
+        rows_left = max(0, config.num_epochs * rows_per_epoch - rows)
+        max_steps = step + math.ceil(rows_left / config.rows_per_step)
     if step > max_steps:
         raise UserError(f"the checkpoint is at step {step:,}, past the run's {max_steps:,}; give a larger --max_steps")
     warmup_steps = config.warmup_steps
-    if "warmup_steps" not in history.decisions and history.set_by.get("warmup_steps") != "flag":
-        warmup_steps = min(warmup_steps, max_steps // 10)  # a preset may be meant for a longer run
+    if warmup_steps < 0:
+        warmup_steps = min(WARMUP_STEPS, max_steps // 10)
     if warmup_steps >= max(1, max_steps):
         message = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
         raise UserError(f"{message}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
-    if config.resume == "stable" and Schedule(config).decay.cools_down and config.cooldown < 1:
-        decay_start = Schedule(config).decay_start
-        if step > decay_start:
+    if config.resume == "stable" and SCHEDULES[config.schedule].cools_down and config.cooldown < 1:
+        start = decay_start(config)
+        if step > start:
             enough = math.ceil(step / (1 - config.cooldown))
             raise UserError(
                 f"--resume stable is at step {step:,}, but a run of {max_steps:,} steps cools down from step "
-                f"{decay_start:,} on; give at least --max_steps {enough}"
+                f"{start:,} on; give at least --max_steps {enough}"
             )
     return config

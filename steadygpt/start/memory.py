@@ -1,6 +1,5 @@
 """The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
 
-import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT
-from optim import state_shapes
 from steadygpt.base.options import RankError, UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import LATEST
@@ -141,15 +139,21 @@ def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> i
     Args:
         page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
     """
-    shapes = list(state_shapes(model.config, optimizer).values())
-    shapes += [tuple(parameter.shape) for parameter in model.parameters()]
     total = 0
-    for shape in shapes:
-        size = 4 * math.prod(shape)
-        if page_locked:
-            size = 2 ** (size - 1).bit_length()
-        total += size
+    for role, parameters in model.parameters_by_role().items():
+        moments = 1 if optimizer == "muon" and role == "matrix" else 2
+        for parameter in parameters.values():
+            size = 4 * parameter.numel()
+            if page_locked:
+                size = 2 ** (size - 1).bit_length()
+            total += (1 + moments) * size
     return total
+
+
+def sketch_of(config: TrainConfig) -> GPT:
+    """Return the model of a run on the meta device: its weights have names and shapes, but no memory."""
+    with torch.device("meta"):
+        return GPT(config.shape(config.vocab_size), config, initialize=False)
 
 
 def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
@@ -182,10 +186,10 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
     return needed
 
 
-def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
+def memory_advice(config: TrainConfig, ranks: Ranks) -> str:
     """Return the needed and the available memory and the flags that save some, the cheapest first, for an error."""
     memory = memory_bytes(ranks.device)
-    needed = bytes_text(needed_bytes(config, model, ranks))
+    needed = bytes_text(needed_bytes(config, sketch_of(config), ranks))
     savers = []
     fewer = [rows for rows in config.possible_rows(ranks.world_size) if rows < config.mini_batch_size]
     if fewer:
@@ -204,32 +208,31 @@ def memory_advice(config: TrainConfig, model: GPT, ranks: Ranks) -> str:
 
 
 @contextmanager
-def out_of_memory_explained(config: TrainConfig, model: GPT, ranks: Ranks):
-    """Raise a RankError with advice in place of an out-of-memory error. `model` is on the meta device."""
+def out_of_memory_explained(config: TrainConfig, ranks: Ranks):
+    """Raise a RankError with advice in place of an out-of-memory error."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        advice = memory_advice(config, model, ranks)
+        advice = memory_advice(config, ranks)
         if Path(config.checkpoint_dir, LATEST).exists():
             advice += f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest"
         raise RankError(f"out of memory on rank {ranks.rank}: {advice}") from error
 
 
-def with_fitting_rows(config: TrainConfig, model: GPT, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:
+def with_fitting_rows(config: TrainConfig, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
     Args:
         memory: bytes of the rank that has least.
     """
-    if config.mini_batch_size:
-        return config, ""
+    model = sketch_of(config)
     limit = FITS[ranks.device.type] * memory
     with_rows = [replace(config, mini_batch_size=rows) for rows in config.possible_rows(ranks.world_size)]
     fitting = bisect_right(with_rows, limit, key=lambda config: needed_bytes(config, model, ranks))
     if not fitting:
-        raise UserError(f"--mini_batch_size auto: {memory_advice(with_rows[0], model, ranks)}")
+        raise UserError(f"--mini_batch_size auto: {memory_advice(with_rows[0], ranks)}")
     config = with_rows[fitting - 1]
     text = f"{config.mini_batch_size} per micro-step, chosen by --mini_batch_size auto"
     needed = bytes_text(needed_bytes(config, model, ranks))

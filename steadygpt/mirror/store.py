@@ -1,7 +1,7 @@
 """The copy of a run in an object store: its layout, uploads and downloads, through fsspec.
 
     step_000250-1795329120.123456.pt          a checkpoint, uploaded once: its step and saved_at
-    evaluations.json  log.txt  metrics.jsonl  tensorboard/     as in the folder of the run
+    log.txt  metrics.jsonl  tensorboard/      as in the folder of the run
     index.json                                the run, and the checkpoint that each name refers to
 
 The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
@@ -14,20 +14,16 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import dropwhile, takewhile
-from operator import eq, methodcaller
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from steadygpt.base.durable import fsync, replace_file
+from steadygpt.base.durable import fsync
 from steadygpt.base.opening import LARGEST_JSON, open_to_write, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, parse_json, typed
-from steadygpt.checkpoint.evaluations import EVALUATIONS, content_of, merged, parse_evaluations, read_evaluations
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import LARGEST_LOG, LOGS
@@ -37,13 +33,13 @@ from steadygpt.network.stores import Store
 Result = TypeVar("Result")
 INDEX = "index.json"
 # Files besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
-OF_FOLDER = "|".join(map(re.escape, (EVALUATIONS, *LOGS)))
+OF_FOLDER = "|".join(map(re.escape, LOGS))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
 Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
-MIRROR_KEEP = 10  # newest rolling checkpoints
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
+KEEP = 10  # newest rolling checkpoints in a mirror
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +83,6 @@ class Mirror:
         self.writer = secrets.token_hex(8)
         self.is_claimed = False
         self.sent: dict[str, tuple[int, int]] = {}  # files besides checkpoints -> uploaded size, time of modification
-        # Whether its logs may have lines of launches on other machines, which the run's folder lacks.
-        self.has_other_logs = True
         self.connect()
 
     def connect(self) -> None:
@@ -203,7 +197,7 @@ class Mirror:
         )
         entries = dict(newest_first)
         orders = {name: entry.order for name, entry in entries.items()}
-        for name in too_old(orders, MIRROR_KEEP, config.keep_epochs):
+        for name in too_old(orders, KEEP, config.keep_epochs):
             del entries[name]
         self._write(entries)
         for name in sizes.keys() - {entry.file for entry in entries.values()}:
@@ -211,24 +205,15 @@ class Mirror:
                 self.fs.rm_file(f"{self.folder}/{name}")
 
     def upload_files(self, config: TrainConfig) -> None:
-        """Upload the logs and the evaluations of the run that have changed since they were uploaded last."""
+        """Upload the logs of the run that have changed since they were uploaded last."""
         folder = Path(config.checkpoint_dir)
         paths = [*folder.iterdir(), *folder.glob(f"{TENSORBOARD}/*")]
         for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
             stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                own = read_file(folder / name, LARGEST_LOG)  # read once, because the file may grow
-                content = own
-                if self.has_other_logs and name in LOGS:
-                    with suppress(FileNotFoundError):
-                        mirrored = self.read(name)
-                        if name in self.sent:
-                            sent_bytes, _ = self.sent[name]
-                            content = mirrored + own[sent_bytes:]
-                        else:
-                            content = mirrored + missing_lines(mirrored, own)
+                content = read_file(folder / name, LARGEST_LOG)  # read once, because the file may grow
                 self.fs.pipe_file(f"{self.folder}/{name}", content)
-                self.sent[name] = len(own), stat.st_mtime_ns
+                self.sent[name] = len(content), stat.st_mtime_ns
 
     def _write(self, checkpoints: dict[Name, Entry]) -> None:
         index = Index(self.run, self.name, self.writer, checkpoints)
@@ -239,39 +224,3 @@ class Mirror:
             self.fs.mv(f"{path}.tmp", path)
         else:  # an object store, whose paths begin with the bucket, writes atomically
             self.fs.pipe_file(path, data)
-
-
-def restore_files(mirror: Mirror, folder: Path) -> None:
-    """Download the FILES that a folder lacks; add records and evaluations of launches on other machines to its own."""
-    for name in filter(FILES.fullmatch, mirror.sizes()):
-        target = folder / name
-        if name in LOGS and target.exists():
-            with open_to_write(target, "r+b") as log:
-                log.write(missing_lines(log.read(), mirror.read(name)))
-        elif name == EVALUATIONS or not target.exists():  # a file of events belongs to one launch
-            content = mirror.read(name)
-            if name == EVALUATIONS:
-                mirrored = parse_evaluations(content, f"{mirror.url}/{name}")
-                content = content_of(merged(read_evaluations(folder), mirrored))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, methodcaller("write", content))
-
-
-def missing_lines(log: bytes, copy: bytes) -> bytes:
-    """Return what a log lacks of another copy of it: all after the lines that both begin with.
-
-    If both continue differently, the records of metrics.jsonl before the next launch are not missing: they were lost in
-    a power cut, and that launch has repeated them.
-    """
-    lines = log.splitlines(keepends=True)
-    copied_lines = copy.splitlines(keepends=True)
-    same = sum(takewhile(bool, map(eq, lines, copied_lines)))
-    rest = copied_lines[same:]
-    if any(line.endswith(b"\n") for line in lines[same:]) and copy.startswith(b"{"):
-        rest = [*dropwhile(lambda line: b', "first_step": ' not in line, rest)]
-    missing = b"".join(rest)
-    if missing in log:
-        return b""
-    if log and not log.endswith(b"\n"):
-        return b"\n" + missing
-    return missing

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from dataloader import RowStream
+from dataloader import Order, RowStream
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.data.shards import MANIFEST, Recorded, ShardSet, parse_folders, read_manifest, shard_files
+from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
+from steadygpt.data.shards import MANIFEST, ShardSet, check_listing, parse_folders, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
+from steadygpt.machine.ranks import Ranks
+from steadygpt.start.find import Start
 
 
 class DataSet(NamedTuple):
@@ -18,7 +20,7 @@ class DataSet(NamedTuple):
 
     shards: ShardSet
     rows: RowStream
-    weight: Fraction = Fraction(1)
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Data:
 
     sources: tuple[DataSet, ...]  # empty in a plan for data that is not prepared yet
     val_sets: tuple[DataSet, ...]  # the loss of the first one decides which model is best
+    phase: Phase  # which source gives which rows from here on
     tokenizer_record: TokenizerRecord
     vocab_size: int
 
@@ -45,98 +48,121 @@ class Data:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of the only source; 0 for a mixture, because each of its sources has epochs of its own."""
-        if len(self.sources) != 1:
+        """Rows of the only source of the whole run; 0 for a mixture, whose sources have epochs of their own."""
+        if len(self.sources) != 1 or self.phase.number > 0:
             return 0
         return self.sources[0].rows.rows_per_epoch
 
+    def streams(self) -> dict[str, RowStream]:
+        """Return the rows of each source by its identity, as a Mixture wants them."""
+        return {source.identity: source.rows for source in self.sources}
 
-def find_data(
-    config: TrainConfig,
-    saved: TokenizerRecord | None = None,
-    first_set: Recorded | None = None,
-    fingerprint: Mapping[str, Sequence[list]] = {},
-    initial: tuple[TokenizerRecord, int] | None = None,
-) -> Data:
-    """Find the shards of a run and map them into memory. A plan of a new run does without shards.
 
-    Args:
-        saved: the tokenizer of the checkpoint that the run resumes from.
-        first_set: the first validation set of that run, if it has one.
-        fingerprint: of the shards of that run, see ShardSet.check.
-        initial: the tokenizer and the vocabulary size of --init_from, for shards without a manifest.
-    """
+def open_data(start: Start, ranks: Ranks) -> Data:
+    """Find the shards of a run and map them into memory on each rank, where they must be the same."""
+    data = ranks.on_each(lambda: find_data(start))
+    listing: dict[str, str] = {}
+    for shards in data.sets:
+        listing |= shards.listing(reads=not ranks.is_one_machine)
+    listing_of_main = ranks.broadcast(listing)
+    ranks.on_each(lambda: check_listing(listing, listing_of_main))
+    return data
+
+
+def find_data(start: Start) -> Data:
+    """Find the shards of a run and map them into memory. A plan of a new run does without shards."""
+    config = start.config
+    saved = start.tokenizer
     places = config.sources()  # name -> (folder, weight)
+    recorded = start.data["sources"] if start.data else {}
     for folder, _ in places.values():
-        if f"{folder}:train" in fingerprint and not Path(folder).is_dir():
+        if not Path(folder).is_dir() and folder in [known for known, _ in recorded.values()]:
             option = "--mix" if config.mix else "--data_dir"
             raise UserError(
                 f"{folder}: no such folder, but the checkpoint was trained on its shards; put them back, or give their "
                 f"new place with {option}"
             )
-    is_new_plan = config.dry_run and not config.resume
-    if is_new_plan:
+    if config.dry_run and not config.resume:
         folders = [Path(folder) for folder, _ in places.values()]
         if not any(read_manifest(folder) or shard_files(folder, "train") for folder in folders):
             name = config.tokenizer
             if name == "auto":
                 name = "gpt2"
             record = TokenizerRecord(name) if name.startswith("bpe:") else record_named(name)
-            return Data((), (), record, vocab_size_of(record))
+            return Data((), (), Phase(0, 0, {}, {}), record, vocab_size_of(record))
     train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
-    val_sets = []
-    if config.eval_freq:
-        val_sets = find_val_sets(config, train_sets, first_set, fingerprint)
-    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, initial)
-    train_sets = [shards.for_vocab(vocab_size) for shards in train_sets]
-    val_sets = [shards.for_vocab(vocab_size) for shards in val_sets]
+    val_sets = find_val_sets(config, train_sets) if config.eval_freq else []
+    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, start.initial)
+    order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
     sources = []
     for shards in train_sets:
-        _, weight = places[shards.name]
-        sources.append(DataSet(shards, RowStream(shards.shards, config.context_length, config), weight))
-    validated = [DataSet(shards, RowStream(shards.shards, config.context_length)) for shards in val_sets]
-    return Data(tuple(sources), tuple(validated), record, vocab_size)
+        shards = shards.for_vocab(vocab_size)
+        rows = RowStream(shards.shards, config.context_length, order)
+        sources.append(DataSet(shards, rows, shards.identity()))
+    validated = []
+    for shards in val_sets:
+        shards = shards.for_vocab(vocab_size)
+        validated.append(DataSet(shards, RowStream(shards.shards, config.context_length), shards.identity()))
+    named = {source.shards.name: (source.shards.folder, source.identity) for source in sources}
+    shares = shares_of(named, {name: weight for name, (_, weight) in places.items()})
+    phase = next_phase(start, named, shares)
+    data = Data(tuple(sources), tuple(validated), phase, record, vocab_size)
+    return replace(data, tokenizer_record=completed(record, start, data.folder))
 
 
-def find_val_sets(
-    config: TrainConfig,
-    sources: Sequence[ShardSet],
-    first: Recorded | None,
-    fingerprint: Mapping[str, Sequence[list]],
-) -> list[ShardSet]:
-    """Find the validation sets that --val names, or else the val shards of the sources.
+def next_phase(start: Start, named: Mapping[str, tuple[str, str]], shares: dict[str, int]) -> Phase:
+    """Return the phase that a run is in from here on: that of its checkpoint, unless the mixture is another one.
 
     Args:
-        first: the first validation set of the run; it comes first again, because its loss decides which model is best.
+        named: name of a source -> folder, identity.
+        shares: identity -> rows of BLOCK_ROWS.
     """
+    if not start.data:
+        return Phase(0, 0, shares, dict.fromkeys(shares, 0))
+    before: Phase = start.data["phase"]
+    if shares == before.shares:
+        return before
+    if not start.config.allow_changes:
+        raise UserError(
+            f"the training data is {mixture_text(named, shares)}, but the checkpoint was trained on "
+            f"{mixture_text(start.data['sources'], before.shares)}; name the same data, or add --allow_changes to "
+            "switch to this"
+        )
+    row = start.rows_consumed
+    rows_before = before.rows_used_at(row, start.config.seed)
+    return Phase(before.number + 1, row, shares, dict.fromkeys(shares, 0) | rows_before)
+
+
+def mixture_text(sources: Mapping[str, tuple[str, str]], shares: Mapping[str, int]) -> str:
+    """Return sources, name -> (folder, identity), with their shares, in words."""
+    texts = []
+    for name, (folder, identity) in sources.items():
+        texts.append(f"{name} {shares[identity] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {identity[:12]}...)")
+    return ", ".join(texts)
+
+
+def completed(record: TokenizerRecord, start: Start, folder: str) -> TokenizerRecord:
+    """Return the tokenizer of the data with all that the checkpoint or --init_from knows of it."""
+    if start.tokenizer:
+        return record.resumed(start.tokenizer, folder)
+    if start.initial:
+        initial, _ = start.initial
+        if record.is_number and initial.tokenizer:
+            return initial
+        if record.tokenizer_sha256 == initial.tokenizer_sha256:
+            return record.completed(initial)
+    return record
+
+
+def find_val_sets(config: TrainConfig, sources: Sequence[ShardSet]) -> list[ShardSet]:
+    """Find the validation sets that --val names, or else the val shards of the sources."""
     places = {name: folder for name, (folder, _) in parse_folders("val", config.val).items()}
     if not places:
         with_val = sources
         if len(sources) > 1:
             with_val = [source for source in sources if shard_files(Path(source.folder), "val")] or sources
         places = {source.name: source.folder for source in with_val}
-    val_sets = [ShardSet.find(name, folder, "val") for name, folder in places.items()]
-    if first is None:
-        return val_sets
-    matches = [shards for shards in val_sets if shards.identity(fingerprint, reads=True) == first.identity]
-    if matches:
-        first_set = matches[0]
-    else:
-        first_set = ShardSet.find(first.name, first.folder, "val")
-        identity = first_set.identity(fingerprint, reads=True)
-        if identity != first.identity:
-            raise UserError(
-                f"{first.folder}: not the val shards of the first launch, by which best_model.pt is chosen; found "
-                f"SHA-256 {identity[:12]}..., expected {first.identity[:12]}...; copy them back, or train "
-                "without validation: --eval_freq 0"
-            )
-    rest = [shards for shards in val_sets if shards.key != first_set.key]
-    if any(shards.name == first.name for shards in rest):
-        raise UserError(
-            f"--val: the name {first.name} belongs to the first validation set, of {first.folder}; give the other one "
-            "another name: NAME=FOLDER"
-        )
-    return [replace(first_set, name=first.name), *rest]
+    return [ShardSet.find(name, folder, "val") for name, folder in places.items()]
 
 
 def tokenizer_of(

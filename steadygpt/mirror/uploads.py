@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -13,23 +12,38 @@ from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import LONGEST_PAUSE_S, brief
 from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan, too_old
-from steadygpt.checkpoint.mirror import MIRROR_KEEP, Entry, Mirror
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import compute_alone
+from steadygpt.mirror.store import KEEP, Entry, Mirror
 
-MIRROR_MINUTES = 10.0  # between uploads of timed saves
+TIMED_S = 600.0  # between uploads of timed saves
 GIVE_UP_S = 600.0  # without progress; after this time, a run no longer waits for an upload
+
+
+def open_uploads(run_id: str, config: TrainConfig, log: RunLog) -> "Uploads":
+    """Open the uploads of a run that does not train, to what is left of its folder.
+
+    Raises: UserError if the mirror has a newer checkpoint than the folder.
+    """
+    mirror = Mirror(config.mirror, run_id, config.name)
+    newest = next(iter(scan(Path(config.checkpoint_dir))))
+    uploaded = mirror.patiently(mirror.index).checkpoints.get(LATEST)
+    if uploaded and uploaded.order > newest.order:
+        raise UserError(
+            f"{config.mirror} has a newer checkpoint than {config.checkpoint_dir}, of step {uploaded.step:,}; resume "
+            "from it"
+        )
+    return Uploads(mirror, config, log)
 
 
 class Uploads:
     """A thread that uploads what the mirror lacks of a run's folder, and repeats failed uploads until they succeed."""
 
-    def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog, mirrored: Collection[str] = ()):
+    def __init__(self, mirror: Mirror, config: TrainConfig, log: RunLog):
         self.mirror = mirror
         self.config = config
         self.log = log
-        self.mirrored = mirrored  # names of the checkpoints that the mirror had at the launch
         # Absolute, because the thread may outlive the working directory.
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one that waits serves all that come meanwhile
@@ -130,10 +144,10 @@ class Uploads:
         files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
         newer = [file for file in files if file.order > complete.get(file.path.name, (0.0, -1))]
         orders = complete | {file.path.name: file.order for file in newer}
-        dropped = too_old(orders, MIRROR_KEEP, self.config.keep_epochs)
+        dropped = too_old(orders, KEEP, self.config.keep_epochs)
         missing = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
-        # Timed saves belong to no tier, so latest.pt is their only name. They are uploaded every MIRROR_MINUTES.
-        takes_timed_saves = self.is_last or time.monotonic() - self.uploaded_at_s >= 60 * MIRROR_MINUTES
+        # Timed saves belong to no tier, so latest.pt is their only name.
+        takes_timed_saves = self.is_last or time.monotonic() - self.uploaded_at_s >= TIMED_S
         for _, group in groupby(missing, lambda file: file.order):
             save = list(group)
             is_timed = [file.path.name for file in save] == [LATEST]

@@ -1,0 +1,128 @@
+"""When a run saves, what it saves, and its waits for saves and uploads. Every rank calls each function."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from steadygpt.checkpoint.files import BEST
+from steadygpt.log.metrics import METRICS
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine.parallel import compare_replicas
+from steadygpt.machine.ranks import Ranks, Requests
+from steadygpt.mirror.uploads import Uploads
+from steadygpt.run.run import Run
+from steadygpt.run.schedule import epochs, names_of_save
+
+
+def agree(run: Run) -> bool:
+    """Return whether the ranks have agreed on a timed save, for which rank 0 asks by its clock.
+
+    Raises: Stopped, on all ranks together.
+    """
+    if run.writer:
+        reason = run.writer.reason_to_stop()
+        if reason:
+            run.requests.ask(reason)
+        run.requests.wants_save = run.state.step > 0 and run.writer.is_due()
+    run.requests.check()
+    return run.requests.save_agreed
+
+
+def save_if_due(run: Run, is_due: bool) -> None:
+    """Save the run under all names that are due at its step; `is_due` asks for latest.pt without another name.
+
+    Raises: Corrupted.
+    """
+    state = run.state
+    names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
+    if run.is_best:
+        names.append(BEST)
+    if (is_due or names) and run.saved != (state.step, state.scores):
+        save(run, names)
+
+
+def save(run: Run, names: list[str]) -> None:
+    """Copy the run to host memory, and write it in the background as latest.pt and under further names."""
+    start_s = time.monotonic()
+    wait_for_save(run)  # the copy reuses the memory that the writer reads
+    ready_s = time.monotonic()
+    content = content_of(run)
+    run.log.flush()  # a checkpoint must not be newer than the log of the steps that led to it
+    if run.writer:
+        content["metrics_bytes"] = run.log.size_of(METRICS)
+        run.writer.start(content, names)
+    if not run.config.background_upload:
+        wait_for_save(run)
+    if run.writer and run.saved:  # the first save also allocates memory, so its pause does not count
+        run.writer.note_pause(time.monotonic() - ready_s)
+    if not run.config.background_upload:
+        wait_for_uploads(run.uploads, lambda: bool(run.requests.asked), run.ranks, run.log)
+    run.saved = (run.state.step, dict(run.state.scores))
+    run.requests.forget_save()
+    run.meter.paused_s += time.monotonic() - start_s
+
+
+def content_of(run: Run) -> dict:
+    """Copy a checkpoint's content to rank 0's host memory; the copy is valid until the next call.
+
+    Raises: Corrupted, if ranks that should have the same weights do not.
+    """
+    compare_replicas(run.model, run.ranks, run.config.shards(run.ranks.world_size))
+    return {
+        **run.stored,
+        **asdict(run.state),
+        **run.host_copy.copy(run.model, run.optimizer),
+        "elapsed_s": run.state.total_s(),
+        "scaler": run.scaler.state_dict(),
+        "epoch": epochs(run.state.rows_consumed, run.rows_per_epoch),
+    }
+
+
+def is_saved(run: Run) -> bool:
+    """Wait for the save in flight, and return whether the current step is durable."""
+    wait_for_save(run)
+    is_newest = run.saved == (run.state.step, run.state.scores)
+    return is_newest and not run.ranks.any(run.writer is not None and run.writer.failed > 0)
+
+
+def wait_for_save(run: Run) -> None:
+    """Wait on all ranks until no save is in flight.
+
+    The ranks communicate every second, so a save may take longer than their time-out. Meanwhile status.json is renewed,
+    so a slow disk does not look like a hang.
+    """
+    while run.ranks.any(_is_writing(run)):
+        run.log.beat()
+
+
+def wait_alone(run: Run) -> None:
+    """Wait on this rank only, after an error that other ranks may not have had."""
+    while _is_writing(run):
+        run.log.beat()
+
+
+def _is_writing(run: Run) -> bool:
+    """Wait for up to a second, and return whether a save of this rank is still in flight."""
+    return run.writer is not None and not run.writer.wait(timeout_s=1)
+
+
+def finish_uploads(uploads: Uploads | None, requests: Requests, log: RunLog) -> None:
+    """Upload all that is left at the end of a run, until uploads make no progress or the user stops them.
+
+    Args:
+        uploads: None on ranks other than 0, and without a mirror.
+    """
+    requests.take_interrupt()  # forget the signal that has ended the run
+    if uploads:
+        uploads.start(is_last=True)
+        log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
+    wait_for_uploads(uploads, requests.take_interrupt, requests.ranks, log)
+    if uploads and uploads.thread.is_alive() and not uploads.is_done():
+        log.warn("not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all")
+
+
+def wait_for_uploads(uploads: Uploads | None, is_stopped: Callable[[], bool], ranks: Ranks, log: RunLog) -> None:
+    """Wait on all ranks until nothing is left to upload, no upload makes progress, or is_stopped() on a rank."""
+    while ranks.any(bool(uploads and uploads.is_busy())) and not ranks.any(is_stopped()):
+        time.sleep(0.1)
+        log.beat()

@@ -1,0 +1,222 @@
+"""The building of a run: the last checks, model, optimizer, state, and what surrounds a step."""
+
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dataloader import Mixture
+from evaluation import validation_rows
+from hellaswag_eval import load_suites
+from model import GPT
+from optim import make_optimizer, state_shapes
+from steadygpt import git_commit
+from steadygpt.checkpoint.files import FORMAT_VERSION, DataRecord, TrainState, check_tensors
+from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
+from steadygpt.config import FIELDS, STORED, TrainConfig
+from steadygpt.convert.weights import check_fits, load_cropped
+from steadygpt.data.tokenizer import check_recorded, tokenizer_on_all
+from steadygpt.log.runlog import RunLog
+from steadygpt.machine import parallel
+from steadygpt.machine.device import autocast, be_deterministic, device_name
+from steadygpt.machine.host import check_compiler
+from steadygpt.machine.ranks import Ranks, Requests
+from steadygpt.run.run import Run
+from steadygpt.start.data import Data
+from steadygpt.start.find import Start
+from steadygpt.start.memory import sketch_of
+from steadygpt.start.settle import rows_per_epoch
+
+# Options of these groups determine a step, except for the time limit and for what a launch records in another form.
+STEP_GROUPS = ("run", "model", "data", "optimization", "distributed")
+NOT_OF_A_STEP = ("max_hours", "device", "data_dir", "mix", "val", "tokenizer")
+
+
+def check_start(start: Start, config: TrainConfig, data: Data) -> None:
+    """Check on rank 0 that checkpoint, weights and tokenizer fit the run, without reading the shards."""
+    shape = config.shape(config.vocab_size)
+    if start.weights:
+        note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
+        start.notes += [note] if note else []
+        if not config.dry_run:
+            load_cropped(start.weights, shape)  # a plan needs no download
+    if data.sources and data.tokenizer_record.is_file:
+        check_recorded(data.tokenizer_record, Path(data.folder))
+    content = start.checkpoint or start.weights
+    if content and content["model"]:
+        shapes = state_shapes(shape, config.optimizer) if content["optimizer"] else {}
+        check_tensors(content, start.path or config.init_from, sketch_of(config), shapes)
+
+
+def set_up(config: TrainConfig, device: torch.device) -> None:
+    """Prepare a rank, before its first matrix product, for a run whose precision is settled."""
+    if config.compiles(device.type):
+        check_compiler(device.type)
+    # Only an fp32 run uses TF32. In other precisions HellaSwag scores close calls again, in true fp32.
+    if device.type == "cuda" and config.precision == "fp32":
+        torch.set_float32_matmul_precision("high")
+    if config.deterministic:
+        be_deterministic(config.compiles(device.type))
+
+
+def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog) -> Run:
+    """Build a run. It writes nothing until its folder is opened (folder.open_folder)."""
+    device = ranks.device
+    set_up(config, device)
+    stamps = ranks.from_main(lambda: check_shards(start, config, data))
+    tokenizer = None
+    if config.sample_freq or config.hellaswag_freq or data.val_sets:
+        tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
+    suites = load_suites(config, tokenizer, ranks, log.warn) if tokenizer else []
+
+    model = build_model(config, ranks)
+    optimizer = make_optimizer(model, config, ranks)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    state = restore(start, config, model, optimizer, scaler, data, ranks)
+    forward: nn.Module = model
+    if config.compiles(device.type):
+        forward = model.compiled()
+    if ranks.world_size > 1 and not config.is_fsdp:
+        forward = parallel.replicate(forward, ranks)
+        if config.trains:
+            shape = (config.mini_batch_size, config.context_length)
+            parallel.settle_buckets(forward, device, shape, autocast(device, config.precision))
+    validated_on = ""
+    if data.val_sets:
+        first = data.val_sets[0]
+        validated_on = f"{validation_rows(config, first.rows, len(data.val_sets))} rows of {first.identity}"
+    return Run(
+        config=config,
+        ranks=ranks,
+        log=log,
+        model=model,
+        forward=forward,
+        optimizer=optimizer,
+        scaler=scaler,
+        state=state,
+        rows=Mixture(data.streams(), data.phase, config.seed),
+        sources={source.shards.name: (source.identity, source.rows) for source in data.sources},
+        rows_per_epoch=rows_per_epoch(config, data),
+        val_sets={val_set.shards.name: val_set.rows for val_set in data.val_sets},
+        validated_on=validated_on,
+        tokenizer=tokenizer,
+        suites=suites,
+        requests=Requests(ranks, config.max_hours if config.trains else 0, log.beat),
+        stored=stored(start, config, data, model, stamps, ranks),
+        host_copy=HostCopy(ranks),
+        last_scores=dict(state.scores),
+    )
+
+
+def check_shards(start: Start, config: TrainConfig, data: Data) -> list[tuple[str, int, int]]:
+    """Read the shards of a run that trains, on rank 0, unless they are as an earlier launch has found them.
+
+    Returns: the stamps of all shards that are known to be intact.
+    """
+    known = start.data["shards"] if start.data else []
+    if not config.trains:
+        return known
+    stamps: list[tuple[str, int, int]] = []
+    for shards in data.sets:
+        stamps += shards.check(config.vocab_size, known)
+    return stamps
+
+
+def build_model(config: TrainConfig, ranks: Ranks) -> GPT:
+    """Build the model on the device of each rank; restore() sets its weights."""
+    device = ranks.device
+    if config.is_fsdp:  # which allocates only the shards of this rank
+        device = torch.device("meta")
+    with device:
+        model = GPT(config.shape(config.vocab_size), config, initialize=False)
+    if config.is_fsdp:
+        parallel.shard(model, model.h, ranks, config.shards(ranks.world_size), config.precision)
+    model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
+    return model
+
+
+def restore(
+    start: Start,
+    config: TrainConfig,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    data: Data,
+    ranks: Ranks,
+) -> TrainState:
+    """Load the state of the checkpoint, or only the weights of --init_from, or draw new weights."""
+    checkpoint = start.checkpoint
+    saved = checkpoint or start.weights
+    if saved:
+        fill(model, saved["model"].__getitem__, ranks)
+    else:
+        torch.manual_seed(config.seed)
+        fill(model, model.initial_weight, ranks)
+    state = TrainState()
+    if checkpoint:
+        if not config.eval_only:
+            restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
+            if checkpoint["scaler"]:
+                scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
+        state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
+        if has_new_steps(start, config, data):
+            state.bad_steps = 0  # it counts only steps of one batch size and mixture
+    return state
+
+
+def has_new_steps(start: Start, config: TrainConfig, data: Data) -> bool:
+    """Return whether steps have other rows than before: of another mixture, or another number of them."""
+    if not (start.checkpoint and start.data):
+        return True
+    before = TrainConfig(**start.checkpoint["options"])
+    return before.rows_per_step != config.rows_per_step or start.data["phase"] != data.phase
+
+
+def stored(
+    start: Start, config: TrainConfig, data: Data, model: GPT, stamps: list[tuple[str, int, int]], ranks: Ranks
+) -> dict[str, Any]:
+    """Return what the checkpoints of this launch have besides tensors and state."""
+    first_step = start.step
+    first_row = start.rows_consumed
+    if start.data and not has_new_steps(start, config, data):
+        first_step = start.data["first_step"]
+        first_row = start.data["first_row"]
+    record: DataRecord = {
+        "phase": asdict(data.phase),  # type: ignore[typeddict-item]  # plain types only
+        "sources": {source.shards.name: (source.shards.folder, source.identity) for source in data.sources},
+        "first_step": first_step,
+        "first_row": first_row,
+        "shards": stamps,
+    }
+    parent = start.checkpoint["launch"]["id"] if start.checkpoint else ""
+    return {
+        "format_version": FORMAT_VERSION,
+        "model_config": asdict(model.config),
+        "options": {name: getattr(start.config, name) for name in STORED},
+        "data": record,
+        "launch": {"id": secrets.token_hex(8), "parent": parent, "how": how(config, data, ranks)},
+        **data.tokenizer_record._asdict(),
+    }
+
+
+def how(config: TrainConfig, data: Data, ranks: Ranks) -> dict[str, Any]:
+    """Return all that determines a step besides the checkpoint, by name."""
+    settings: dict[str, Any] = {
+        "ranks": ranks.world_size,
+        "device": device_name(ranks.device),  # with the number of threads of a CPU
+        "torch": str(torch.__version__),
+        "commit": short_commit(),
+        "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(data.phase.shares.items())),
+    }
+    for name in STORED:
+        if FIELDS[name].metadata["group"] in STEP_GROUPS and name not in NOT_OF_A_STEP:
+            settings[name] = getattr(config, name)
+    return settings
+
+
+def short_commit() -> str:
+    commit = git_commit()
+    return f"{commit[:12]}{commit[40:]}"  # after the 40 digits, whether files are changed

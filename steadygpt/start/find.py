@@ -1,0 +1,232 @@
+"""What a run starts from: a checkpoint, weights or nothing; and the options that follow from it."""
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+from steadygpt.base.durable import locked
+from steadygpt.base.options import UserError
+from steadygpt.base.text import labelled
+from steadygpt.checkpoint import files
+from steadygpt.checkpoint.identity import Identity, read_run
+from steadygpt.config import EXCLUSIVE, FIELDS, STORED, TrainConfig
+from steadygpt.convert.weights import read_weights
+from steadygpt.data.tokenizer import TokenizerRecord
+from steadygpt.machine.ranks import Ranks
+from steadygpt.mirror.restore import find_newest
+
+WORDS = ("latest", "auto", *files.NAMED)  # that --resume accepts, besides files and folders
+RESOLVED = ("precision", "tokenizer")  # options whose "auto" is resolved once for the whole run
+IN_USE = "wait for it to end, or use another --checkpoint_dir"
+WITHOUT_TENSORS: dict[str, dict] = {"model": {}, "optimizer": {}}
+
+
+@dataclass
+class Start:
+    """What a run starts from, and what it is asked for. Tensors are on rank 0 only."""
+
+    config: TrainConfig  # the options of this command; unset ones come from the checkpoint
+    checkpoint: dict | None = None
+    weights: dict | None = None  # of --init_from
+    path: Path | None = None  # of the checkpoint
+    is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
+    run: Identity = field(default_factory=Identity)
+    downloaded: Path | None = None  # a file from the mirror, which is moved to `path` once the run writes
+    renamed: Mapping[Path, Path] = field(default_factory=dict)  # damaged file -> its new name once the run writes
+    notes: list[str] = field(default_factory=list)  # for the plan, one line for each surprising choice
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint["step"] if self.checkpoint else 0
+
+    @property
+    def rows_consumed(self) -> int:
+        return self.checkpoint["rows_consumed"] if self.checkpoint else 0
+
+    @property
+    def data(self) -> files.DataRecord | None:
+        """The data that the checkpoint was trained on."""
+        return self.checkpoint["data"] if self.checkpoint else None
+
+    @property
+    def tokenizer(self) -> TokenizerRecord | None:
+        """The tokenizer of the checkpoint."""
+        return TokenizerRecord.of(self.checkpoint) if self.checkpoint else None
+
+    @property
+    def initial(self) -> tuple[TokenizerRecord, int] | None:
+        """The tokenizer and the vocabulary size of the weights of --init_from."""
+        if not self.weights:
+            return None
+        return TokenizerRecord.of(self.weights), self.weights["model_config"]["vocab_size"]
+
+    def without_tensors(self) -> "Start":
+        """Return what ranks other than 0 need."""
+        checkpoint = self.checkpoint
+        if checkpoint:
+            checkpoint = checkpoint | WITHOUT_TENSORS
+        weights = self.weights
+        if weights:
+            weights = weights | WITHOUT_TENSORS
+        return replace(self, checkpoint=checkpoint, weights=weights)
+
+    def unmap(self) -> None:
+        """Forget the tensors, so that the disk space of the file is free once later saves replace it."""
+        for content in (self.checkpoint, self.weights):
+            if content:
+                content |= WITHOUT_TENSORS
+
+
+def lock_run(command: TrainConfig, stack: ExitStack) -> IO[str] | None:
+    """Lock the folder of a run that trains, up to the end of the stack."""
+    if not command.trains:
+        return None
+    return stack.enter_context(locked(Path(command.checkpoint_dir), IN_USE))
+
+
+def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) -> Start:
+    """Find on rank 0 what a run starts from, and merge its options with those of this command.
+
+    Args:
+        set_by: option of this command -> "flag" or "preset".
+    """
+    start = ranks.on_main(lambda: _find_on_main(command, set_by))
+    without_tensors = ranks.broadcast(start.without_tensors() if start else None)
+    return start or cast(Start, without_tensors)
+
+
+def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:
+    """Return a configuration whose checkpoint_dir is the folder of the file that --resume names.
+
+    A folder after --resume becomes checkpoint_dir itself, and its latest checkpoint is resumed.
+    """
+    if config.resume in ("", *WORDS):
+        return config
+    path = Path(config.resume)
+    # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
+    if path.is_symlink() and not path.is_dir() and path not in files.checkpoint_files(path.parent):
+        path = Path(os.path.realpath(path))
+    if "checkpoint_dir" in set_by:
+        return replace(config, resume=str(path))
+    if path.is_dir():
+        return replace(config, resume="latest", checkpoint_dir=str(path))
+    return replace(config, resume=str(path), checkpoint_dir=str(path.parent))
+
+
+def _find_on_main(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
+    which = config.resume
+    folder = Path(config.checkpoint_dir)
+    is_word = which in ("", *WORDS)
+    path = folder if is_word else Path(which)
+    if which not in ("", "auto") and not path.exists() and not config.mirror:
+        if is_word:
+            raise files.no_checkpoints(folder)
+        raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
+    resumed_folder = path if is_word or path.is_dir() else path.parent
+    is_fork = os.path.realpath(resumed_folder) != os.path.realpath(folder)  # resolve() raises for a loop of links
+    if config.trains or (is_fork and not config.eval_only):
+        files.check_folder(folder, resumed_folder / files.LATEST if which else None)
+    if not which:
+        start = _new_start(config, set_by)
+        if config.dry_run and files.checkpoint_files(folder):  # a plan is allowed there, training is not
+            note = f"{folder} already holds checkpoints; to train, use another --checkpoint_dir or --resume latest"
+            start.notes.append(labelled("folder", note))
+        return start
+
+    # Find the checkpoint.
+    run = Identity() if is_fork else read_run(resumed_folder)
+    notes = notes_of_places(run, config)
+    if config.mirror and config.trains and is_word:
+        found, run = find_newest(config.mirror, which, folder, run, files.find_checkpoint)
+    elif config.mirror and which != "auto" and not (config.trains or files.checkpoint_files(folder)):
+        raise UserError(f"no checkpoints in {folder}, and only a run that trains restores them from {config.mirror}")
+    else:
+        found = files.find_checkpoint(which, folder)
+    if run.name and "run_name" not in set_by:
+        config = replace(config, run_name=run.name)
+    checkpoint = found.checkpoint
+    if not (found.path and checkpoint):
+        text = f"from step 0: no checkpoints in {folder}"
+        if config.mirror:
+            text += f" or {config.mirror}"
+        start = _new_start(config, set_by)
+        start.notes.append(labelled("new run", text))
+        return replace(start, run=run)
+    if not checkpoint["launch"]:
+        raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
+
+    # Tell what is resumed, and with which options.
+    renamed = {}
+    if config.trains and not is_fork:
+        renamed = {file: files.aside(file) for file in found.damaged}
+    for file, problem in found.damaged.items():
+        text = f"{problem}; renamed {renamed[file].name}" if renamed else problem
+        notes.append(labelled("skipped", text))
+    notes += [labelled("skipped", line) for line in found.skipped]
+    restored = f" (restored from {config.mirror})" if found.downloaded else ""
+    notes.append(labelled("resumed", f"from {found.path}{restored} at step {checkpoint['step']:,}"))
+    config, changes = resumed(checkpoint["options"], config, set_by)
+    notes += [labelled("changed", line) for line in changes]
+    if is_fork:
+        notes.append(labelled("fork", f"a new run in {folder}"))
+    elif run.copied_from:
+        notes.append(labelled("copy", f"of the run in {run.copied_from}: a new run in {folder}"))
+    return Start(
+        config, checkpoint, path=found.path, is_fork=is_fork, run=run, downloaded=found.downloaded, renamed=renamed,
+        notes=notes,
+    )  # fmt: skip
+
+
+def notes_of_places(run: Identity, config: TrainConfig) -> list[str]:
+    """Return a line for each place where the last launch wrote and this one does not: options say so at each launch."""
+    notes = []
+    if run.mirror and not config.mirror and config.trains:
+        notes.append(labelled("mirror", f"none in this launch; the last one had --mirror {run.mirror}"))
+    if run.wandb and not config.use_wandb and config.trains:
+        notes.append(labelled("wandb", "off in this launch; the last one had --use_wandb"))
+    return notes
+
+
+def _new_start(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
+    """Return the start of a new run. Unset options of the model's shape come from the weights of --init_from."""
+    if config.init_from == "scratch":
+        return Start(config)
+    weights = read_weights(config.init_from, download=False)
+    ignored = {*set_by, "dropout", "vocab_size"}
+    shape = {name: value for name, value in weights["model_config"].items() if name not in ignored}
+    note = labelled("weights", f"from {config.init_from}")
+    return Start(replace(config, **shape), weights=weights, notes=[note])
+
+
+def resumed(stored: Mapping[str, Any], config: TrainConfig, set_by: Mapping[str, str]) -> tuple[TrainConfig, list[str]]:
+    """Return the options of a run that resumes, and a line for each option that changes.
+
+    Args:
+        stored: the options of the checkpoint.
+        set_by: see find_start().
+    """
+    options = dict(stored)
+    changes = []
+    for name in STORED:
+        new = getattr(config, name)
+        old = options[name]
+        if name not in set_by or new == old or (name in RESOLVED and new == "auto"):
+            continue
+        # A preset names data_dir, say, where a flag of the first launch has put mix in its place.
+        alternative = EXCLUSIVE.get(name, "")
+        if set_by[name] == "preset" and alternative in options and options[alternative] != FIELDS[alternative].default:
+            continue
+        rule = FIELDS[name].metadata["on_resume"]
+        message = f"--{name} is {new!r}, but the checkpoint was trained with {old!r}; drop the option, or"
+        if rule == "never":
+            raise UserError(f"{message} start a new run in another --checkpoint_dir")
+        if rule == "ask" and not config.allow_changes:
+            raise UserError(f"{message} add --allow_changes to resume with the new value")
+        changes.append(f"{name}: {old!r} -> {new!r}")
+        options[name] = new
+        if alternative in options:
+            options[alternative] = FIELDS[alternative].default
+    return replace(config, **options), changes

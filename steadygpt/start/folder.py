@@ -1,0 +1,142 @@
+"""The opening of a run's folder: the first write of a run, after everything that can refuse it has not."""
+
+import os
+import shutil
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from steadygpt.base.durable import fsync_folder
+from steadygpt.base.options import UserError
+from steadygpt.base.retry import NoAnswer
+from steadygpt.base.text import bytes_text, labelled
+from steadygpt.checkpoint.files import BEST, Best, Unreadable, aside, read_checkpoint, read_head
+from steadygpt.checkpoint.identity import RUN, write_run
+from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
+from steadygpt.log.metrics import LOG, METRICS, STATUS
+from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
+from steadygpt.log.wandb_sink import FOLDER as WANDB
+from steadygpt.mirror.restore import restore_logs
+from steadygpt.mirror.store import Index, Mirror
+from steadygpt.mirror.uploads import Uploads
+from steadygpt.run.repeats import Repeats
+from steadygpt.run.run import Run
+from steadygpt.start.find import Start
+from steadygpt.start.memory import checkpoint_bytes
+
+OWN_FILES = (LOG, METRICS, STATUS, RUN, TENSORBOARD, WANDB)  # besides checkpoints
+
+
+def check_own_files(folder: Path) -> None:
+    """Check that what a run writes is no link: in a folder from elsewhere, a link may lead out of the folder."""
+    paths = [folder / name for name in OWN_FILES]
+    paths += folder.glob(f"{TENSORBOARD}/*")
+    for path in paths:
+        if path.is_symlink():
+            raise UserError(f"{path}: a link; expected none, since a run writes into its own folder. Remove the link")
+    for name in (TENSORBOARD, WANDB):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(f"{folder / name}: expected a folder. Move it away")
+    settings = folder / WANDB / "settings"
+    if os.path.lexists(settings):
+        raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
+
+
+def check_space(folder: Path, needed: int, downloaded: Path | None) -> None:
+    """Check that a checkpoint fits on the disk of a folder."""
+    disk = shutil.disk_usage(folder)
+    free = disk.free
+    for file in stale_files(folder):  # of killed writers: CheckpointWriter deletes them
+        if file != downloaded:
+            free += file.stat().st_size
+    if free < needed and disk.total:  # a total of 0: the file system does not report its size
+        message = f"{bytes_text(needed)} needed for a checkpoint, {bytes_text(free)} free"
+        raise UserError(f"{folder}: {message}; nothing was changed. Free some space, or use another --checkpoint_dir")
+
+
+def open_folder(run: Run, start: Start, lock: IO[str]) -> None:
+    """Open the folder, mirror and logs of a run on rank 0."""
+    config = run.config
+    folder = Path(config.checkpoint_dir)
+    needed = checkpoint_bytes(run.model, config.optimizer)
+    check_space(folder, needed, start.downloaded)
+    check_own_files(folder)
+    best = best_in_folder(run, folder)
+    mirror = Mirror(config.mirror, start.run.id, config.name) if config.mirror else None
+    if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
+        raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
+    index = Index("", "", "", {})
+    with suppress(NoAnswer):  # then the first upload claims the mirror
+        if mirror:
+            index = mirror.patiently(mirror.claim)
+
+    # Prepare the folder. run.json comes first, so that a folder with a checkpoint always says which run it is.
+    write_run(folder, start.run.id, config)
+    for damaged, name in start.renamed.items():  # under their old names, saves would replace or delete them
+        damaged.rename(name)
+    if start.downloaded and start.path:
+        os.replace(start.downloaded, start.path)
+        fsync_folder(folder)
+        if mirror and mirror.is_claimed:
+            mirror.patiently(partial(restore_logs, mirror, folder))
+    if BEST in index.checkpoints:
+        mirrored = Best.of(index.checkpoints[BEST])
+        if mirrored and mirrored.validated_on == run.validated_on:
+            best = min(best or mirrored, mirrored)
+
+    # What the run compares itself with, before its log grows.
+    checkpoint = start.checkpoint
+    launch = run.stored["launch"]
+    if checkpoint:
+        log_folder = start.path.parent if start.is_fork and start.path else folder
+        run.repeats = Repeats.read(
+            log_folder / METRICS,
+            checkpoint["metrics_bytes"],
+            start.step,
+            checkpoint["launch"],
+            launch["how"],
+            config.repeats_bits(run.ranks.device.type),
+        )
+    run.log.note(checkpoint_bytes=needed, best_val_loss=best.val_loss if best else None, **run.state.scores)
+    run.log.open(start.step, {"run": start.run.id, **launch})
+
+    if mirror:
+        run.uploads = Uploads(mirror, config, run.log)
+    after_write = run.uploads.start if run.uploads else lambda: None
+    run.writer = CheckpointWriter(config, lock, run.log, best, after_write)
+    if checkpoint:
+        if start.is_fork:  # the fork's first checkpoint has this run's options
+            checkpoint = checkpoint | {name: run.stored[name] for name in ("options", "data", "launch")}
+            checkpoint["metrics_bytes"] = run.log.size_of(METRICS)
+        run.writer.begin_at(checkpoint, None if start.is_fork else start.path)
+        after_write()  # the choice of an older checkpoint is uploaded too
+
+
+def best_in_folder(run: Run, folder: Path) -> Best | None:
+    """Return the best model so far in the folder; None if there is none with which losses can be compared.
+
+    A damaged file gets another name. So does a model that was chosen on other rows, whose loss says nothing here.
+
+    Raises: Unreadable.
+    """
+    path = folder / BEST
+    if not path.exists():
+        return None
+    try:
+        read_checkpoint(path)
+    except Unreadable:
+        raise
+    except UserError as error:
+        name = aside(path).name
+        path.rename(folder / name)
+        run.log.warn(f"{error}; renamed {name}. The next validation chooses the best model anew")
+        return None
+    best = Best.of(read_head(path))
+    if best and run.validated_on and best.validated_on != run.validated_on:
+        other = folder / f"best_model_step_{best.step:06d}.pt"
+        path.rename(other)
+        text = f"{other.name} was chosen on other validation rows; the next validation chooses the best model anew"
+        run.log.say(labelled("best", text))
+        return None
+    return best

@@ -1,0 +1,114 @@
+"""The settled options of a run: what its data, the machine and its length decide. Derived again at each launch."""
+
+from dataclasses import replace
+
+from steadygpt.base.text import counted, labelled
+from steadygpt.checkpoint.files import STABLE
+from steadygpt.choices import SCHEDULES
+from steadygpt.config import FINEWEB_EDU_TOKENS, TrainConfig
+from steadygpt.machine.device import choose_precision, memory_bytes
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.schedule import decay_start, learning_rate, with_steps
+from steadygpt.start.data import Data, mixture_text
+from steadygpt.start.find import Start
+
+SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
+
+
+def settle(start: Start, data: Data, ranks: Ranks) -> TrainConfig:
+    """Settle on rank 0, for all ranks, every option that the data, the machine or the length of the run decides.
+
+    Precision, tokenizer, vocabulary and the tokens of a step hold for the whole run, so they are settled in
+    `start.config` too, which checkpoints store. `start.notes` get a line for each surprising choice.
+    """
+    memory = -ranks.max(-memory_bytes(ranks.device))
+    settled = ranks.from_main(lambda: _settle_on_main(start, data, memory, ranks))
+    start.config, config, start.notes = settled
+    return config
+
+
+def _settle_on_main(start: Start, data: Data, memory: int, ranks: Ranks) -> tuple[TrainConfig, TrainConfig, list[str]]:
+    requested = start.config
+    notes = list(start.notes)
+    world_size = ranks.world_size
+    requested.check_together()
+    requested.shards(world_size)
+    requested = replace(
+        requested,
+        precision=choose_precision(requested.precision, ranks.device),
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size,
+    )
+    if requested.micro_steps:
+        in_micro_steps = requested.with_tokens_of_step(world_size)
+        if not start.checkpoint:
+            requested = in_micro_steps
+        elif in_micro_steps.total_batch_size != requested.total_batch_size:
+            text = f"--micro_steps {requested.micro_steps}; the run has {requested.total_batch_size:,} tokens per step"
+            notes.append(labelled("ignored", text))
+    if start.config.tokenizer == "auto" and not start.checkpoint:
+        notes.append(note_of_vocabulary(data))
+    if start.data and start.data["phase"] != data.phase:
+        sources = {source.shards.name: (source.shards.folder, source.identity) for source in data.sources}
+        before = mixture_text(start.data["sources"], start.data["phase"].shares)
+        notes.append(labelled("changed", f"training data: {before} -> {mixture_text(sources, data.phase.shares)}"))
+
+    config = requested.with_even_rows(world_size)
+    if not config.mini_batch_size:
+        from steadygpt.start.memory import with_fitting_rows
+
+        config, note = with_fitting_rows(config, memory, ranks)
+        notes.append(note)
+    elif config.mini_batch_size != requested.mini_batch_size:
+        where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
+        text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {requested.mini_batch_size}"
+        text += f": a step has {counted(config.rows_per_step // world_size, 'row')} on {where}"
+        notes.append(labelled("rows", text))
+
+    if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
+        config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
+    config = with_steps(config, rows_per_epoch(config, data), start.step, start.rows_consumed)
+    notes += notes_of_rates(config, start, rows_per_epoch(config, data))
+    return requested, config, [note for note in notes if note]
+
+
+def rows_per_epoch(config: TrainConfig, data: Data) -> int:
+    """Return the rows of an epoch; 0 for a mixture, or after a change of the data, because such a run has no epochs."""
+    has_epochs = not config.mix if not data.sources else data.rows_per_epoch > 0
+    if not has_epochs:
+        return 0
+    return config.steps_per_epoch * config.rows_per_step or data.rows_per_epoch
+
+
+def note_of_vocabulary(data: Data) -> str:
+    """Return a warning if shards without a manifest, so assumed to have GPT-2's ids, have only small ones."""
+    if not data.sources or data.tokenizer != "gpt2" or data.sources[0].shards.manifest:
+        return ""
+    largest = int(data.sources[0].shards.shards[0].tokens()[:SAMPLED_IDS].max(initial=0))
+    if largest >= data.vocab_size // 2:
+        return ""
+    text = f"taken to be GPT-2's, but the largest of the first ids is {largest:,}"
+    return labelled("vocabulary", f"{text}; name the tokenizer that wrote them: --tokenizer NAME, or ids:N")
+
+
+def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> list[str]:
+    """Return lines for the plan: where the cool-down begins, and how a resume changes the learning rate."""
+    notes = []
+    step = start.step
+    cools_down = SCHEDULES[config.schedule].cools_down
+    if cools_down and decay_start(config) > step:
+        text = f"starts at step {decay_start(config):,}; {STABLE} is saved just before"
+        notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
+    if start.checkpoint and step >= max(1, config.warmup_steps):
+        stored = TrainConfig(**start.checkpoint["options"])
+        planned = with_steps(stored, rows_per_epoch, step, start.rows_consumed)
+        before = learning_rate(planned, step)
+        now = learning_rate(config, step)
+        if now > 1.1 * before:
+            advice = ""
+            if SCHEDULES[planned.schedule].cools_down:
+                advice = "; --resume stable continues from before the decay"
+            notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
+        elif now < 0.9 * before:
+            notes.append(labelled("lr", f"falls from {before:.2e} to {now:.2e} at once"))
+    return notes
