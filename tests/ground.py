@@ -472,9 +472,19 @@ def heads(folder) -> list[tuple[str, int | None]]:
     return [(file.path.name, file.head.step if file.head else None) for file in files.scan(Path(folder))]
 
 
+def found(which: str, folder) -> files.Found:
+    """Return the checkpoint of --resume `which`: path, checkpoint, and damaged, a line for each skipped path."""
+    return files.find_checkpoint(which, Path(folder))
+
+
+def opened(which: str, folder) -> tuple[Path, dict]:
+    """Return the path and the content of the checkpoint that a command names: also "average:N"."""
+    return files.open_checkpoint(which, Path(folder))
+
+
 def latest(folder) -> dict:
     """Return the content of the newest intact checkpoint of a folder."""
-    return files.find_checkpoint("latest", Path(folder)).checkpoint
+    return found("latest", folder).checkpoint
 
 
 def verified(path) -> dict:
