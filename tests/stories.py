@@ -10,7 +10,7 @@ import pytest
 from conftest import folders, in_ranks, run_here
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.mirror.store import Mirror
 
 
 def launches(folder) -> list[dict]:
