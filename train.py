@@ -42,12 +42,11 @@ from steadygpt.run.run import Run
 from steadygpt.run.saving import agree, finish_uploads, is_saved, save_if_due, wait_alone
 from steadygpt.run.schedule import set_rates
 from steadygpt.run.summary import summarize
-from steadygpt.start.build import build, check_start
+from steadygpt.start.build import build, check_start, out_of_memory_explained
 from steadygpt.start.data import open_data
 from steadygpt.start.find import Start, find_start, lock_run, with_checkpoint_dir
 from steadygpt.start.folder import open_folder
 from steadygpt.start.machines import agreed_command
-from steadygpt.start.memory import out_of_memory_explained
 from steadygpt.start.plan import forecast, plan_lines
 from steadygpt.start.settle import settle
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from model import GPT
 from steadygpt.base.foreign import what_it_holds, what_it_is
 from steadygpt.base.opening import open_to_read, regular
 from steadygpt.base.options import UserError
@@ -132,6 +133,23 @@ def named_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
         for kind, tensor in state.items():
             tensors[f"{name}.{kind}"] = tensor
     return tensors
+
+
+def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:
+    """Return the bytes of the weights and of the optimizer's state.
+
+    Args:
+        page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
+    """
+    total = 0
+    for role, parameters in model.parameters_by_role().items():
+        moments = 1 if optimizer == "muon" and role == "matrix" else 2
+        for parameter in parameters.values():
+            size = 4 * parameter.numel()
+            if page_locked:
+                size = 2 ** (size - 1).bit_length()
+            total += (1 + moments) * size
+    return total
 
 
 def check_numbers(checkpoint: Mapping[str, Any]) -> None:

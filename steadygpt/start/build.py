@@ -1,6 +1,7 @@
 """The building of a run: the last checks, model, optimizer, state, and what surrounds a step."""
 
 import secrets
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,20 @@ from hellaswag_eval import load_suites
 from model import GPT
 from optim import make_optimizer, state_shapes
 from steadygpt import git_commit
-from steadygpt.checkpoint.files import FORMAT_VERSION, DataRecord, TrainState, check_tensors
+from steadygpt.base.options import RankError
+from steadygpt.checkpoint.files import FORMAT_VERSION, LATEST, DataRecord, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.config import FIELDS, STORED, TrainConfig
-from steadygpt.convert.weights import check_fits, load_cropped
+from steadygpt.convert.weights import check_fits, load_cropped, sketch_of
 from steadygpt.data.tokenizer import check_recorded, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
-from steadygpt.machine.device import autocast, be_deterministic, device_name
+from steadygpt.machine.device import autocast, be_deterministic, device_name, is_out_of_memory
 from steadygpt.machine.host import check_compiler
 from steadygpt.machine.ranks import Ranks, Requests
 from steadygpt.run.run import Run
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
-from steadygpt.start.memory import sketch_of
 from steadygpt.start.settle import rows_per_epoch
 
 # Options of these groups determine a step, except for the time limit and for what a launch records in another form.
@@ -48,7 +49,23 @@ def check_start(start: Start, config: TrainConfig, data: Data) -> None:
     content = start.checkpoint or start.weights
     if content and content["model"]:
         shapes = state_shapes(shape, config.optimizer) if content["optimizer"] else {}
-        check_tensors(content, start.path or config.init_from, sketch_of(config), shapes)
+        check_tensors(content, start.path or config.init_from, sketch_of(shape), shapes)
+
+
+@contextmanager
+def out_of_memory_explained(config: TrainConfig, ranks: Ranks):
+    """Raise a RankError with advice in place of an out-of-memory error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        from steadygpt.start.memory import memory_advice
+
+        advice = memory_advice(config, ranks)
+        if Path(config.checkpoint_dir, LATEST).exists():
+            advice += f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest"
+        raise RankError(f"out of memory on rank {ranks.rank}: {advice}") from error
 
 
 def set_up(config: TrainConfig, device: torch.device) -> None:

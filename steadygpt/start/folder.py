@@ -11,7 +11,7 @@ from steadygpt.base.durable import fsync_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text, labelled
-from steadygpt.checkpoint.files import BEST, Best, Unreadable, aside, read_checkpoint, read_head
+from steadygpt.checkpoint.files import BEST, Best, Unreadable, aside, checkpoint_bytes, read_checkpoint, read_head
 from steadygpt.checkpoint.identity import RUN, write_run
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
 from steadygpt.log.metrics import LOG, METRICS, STATUS
@@ -23,7 +23,6 @@ from steadygpt.mirror.uploads import Uploads
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.run import Run
 from steadygpt.start.find import Start
-from steadygpt.start.memory import checkpoint_bytes
 
 OWN_FILES = (LOG, METRICS, STATUS, RUN, TENSORBOARD, WANDB)  # besides checkpoints
 

@@ -3,10 +3,9 @@
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import GPT
-from steadygpt.base.options import RankError, UserError
+from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
-from steadygpt.checkpoint.files import LATEST
+from steadygpt.checkpoint.files import checkpoint_bytes
 from steadygpt.config import GPTConfig, TrainConfig
-from steadygpt.machine.device import autocast, device_name, is_out_of_memory, memory_bytes
+from steadygpt.convert.weights import sketch_of
+from steadygpt.machine.device import autocast, device_name, memory_bytes
 from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks
 
@@ -133,29 +133,6 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
     return block * shape.num_layers, max(rest, later_peak - block * shape.num_layers)
 
 
-def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> int:
-    """Return the bytes of the weights and of the optimizer's state.
-
-    Args:
-        page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
-    """
-    total = 0
-    for role, parameters in model.parameters_by_role().items():
-        moments = 1 if optimizer == "muon" and role == "matrix" else 2
-        for parameter in parameters.values():
-            size = 4 * parameter.numel()
-            if page_locked:
-                size = 2 ** (size - 1).bit_length()
-            total += (1 + moments) * size
-    return total
-
-
-def sketch_of(config: TrainConfig) -> GPT:
-    """Return the model of a run on the meta device: its weights have names and shapes, but no memory."""
-    with torch.device("meta"):
-        return GPT(config.shape(config.vocab_size), config, initialize=False)
-
-
 def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
     """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
 
@@ -189,7 +166,7 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
 def memory_advice(config: TrainConfig, ranks: Ranks) -> str:
     """Return the needed and the available memory and the flags that save some, the cheapest first, for an error."""
     memory = memory_bytes(ranks.device)
-    needed = bytes_text(needed_bytes(config, sketch_of(config), ranks))
+    needed = bytes_text(needed_bytes(config, sketch_of(config.shape(config.vocab_size)), ranks))
     savers = []
     fewer = [rows for rows in config.possible_rows(ranks.world_size) if rows < config.mini_batch_size]
     if fewer:
@@ -207,27 +184,13 @@ def memory_advice(config: TrainConfig, ranks: Ranks) -> str:
     )
 
 
-@contextmanager
-def out_of_memory_explained(config: TrainConfig, ranks: Ranks):
-    """Raise a RankError with advice in place of an out-of-memory error."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = memory_advice(config, ranks)
-        if Path(config.checkpoint_dir, LATEST).exists():
-            advice += f". The checkpoints in {config.checkpoint_dir} are intact: add --resume latest"
-        raise RankError(f"out of memory on rank {ranks.rank}: {advice}") from error
-
-
 def with_fitting_rows(config: TrainConfig, memory: int, ranks: Ranks) -> tuple[TrainConfig, str]:
     """Replace --mini_batch_size auto by a number of rows that fits on every rank, and describe it in a line.
 
     Args:
         memory: bytes of the rank that has least.
     """
-    model = sketch_of(config)
+    model = sketch_of(config.shape(config.vocab_size))
     limit = FITS[ranks.device.type] * memory
     with_rows = [replace(config, mini_batch_size=rows) for rows in config.possible_rows(ranks.world_size)]
     fitting = bisect_right(with_rows, limit, key=lambda config: needed_bytes(config, model, ranks))

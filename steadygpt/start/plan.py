@@ -12,9 +12,10 @@ from model import GPT
 from steadygpt import version_text
 from steadygpt.base.disk import existing
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import LATEST
+from steadygpt.checkpoint.files import LATEST, checkpoint_bytes
 from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
+from steadygpt.convert.weights import sketch_of
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, device_name, memory_bytes
@@ -23,7 +24,6 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.run.schedule import epochs
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
-from steadygpt.start.memory import checkpoint_bytes, estimate_memory, sketch_of
 from steadygpt.start.settle import rows_per_epoch
 
 SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
@@ -37,7 +37,7 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 
 def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
     """Return the plan in words, a line for each subject."""
-    model = sketch_of(config)
+    model = sketch_of(config.shape(config.vocab_size))
     versions = f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"
     lines = [
         labelled("run", config.name),
@@ -192,7 +192,9 @@ def saves_text(config: TrainConfig, model: GPT) -> str:
 
 def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
     """Return lines for the plan: memory, time and cost, and what a start also checks."""
-    model = sketch_of(config)
+    from steadygpt.start.memory import estimate_memory
+
+    model = sketch_of(config.shape(config.vocab_size))
     memory, host = estimate_memory(config, model, ranks)
     lines = [
         labelled("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
