@@ -52,13 +52,9 @@ class Ranks:
         """Whether all ranks are on one machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) == self.world_size
 
-    def max(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
-        return int(self.max_of([number])[0])
-
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on at least one rank."""
-        return bool(self.max(flag))
+        return bool(self.max_of([flag])[0])
 
     def max_of(self, numbers: Sequence[float]) -> list[float]:
         """Return the largest of the ranks' first numbers, of their second numbers, and so on.

@@ -114,7 +114,7 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
         optimizer=optimizer,
         scaler=scaler,
         state=state,
-        rows=Mixture(data.streams(), data.phase, config.seed),
+        rows=Mixture({source.identity: source.rows for source in data.sources}, data.phase, config.seed),
         sources={source.shards.name: (source.identity, source.rows) for source in data.sources},
         rows_per_epoch=rows_per_epoch(config, data),
         val_sets={val_set.shards.name: val_set.rows for val_set in data.val_sets},
@@ -221,19 +221,15 @@ def stored(
 
 def how(config: TrainConfig, data: Data, ranks: Ranks) -> dict[str, Any]:
     """Return all that determines a step besides the checkpoint, by name."""
+    commit = git_commit()
     settings: dict[str, Any] = {
         "ranks": ranks.world_size,
         "device": device_name(ranks.device),  # with the number of threads of a CPU
         "torch": str(torch.__version__),
-        "commit": short_commit(),
+        "commit": f"{commit[:12]}{commit[40:]}",  # after the 40 digits, whether files are changed
         "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(data.phase.shares.items())),
     }
     for name in STORED:
         if FIELDS[name].metadata["group"] in STEP_GROUPS and name not in NOT_OF_A_STEP:
             settings[name] = getattr(config, name)
     return settings
-
-
-def short_commit() -> str:
-    commit = git_commit()
-    return f"{commit[:12]}{commit[40:]}"  # after the 40 digits, whether files are changed

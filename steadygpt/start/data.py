@@ -34,10 +34,6 @@ class Data:
     vocab_size: int
 
     @property
-    def tokenizer(self) -> str:
-        return self.tokenizer_record.tokenizer
-
-    @property
     def folder(self) -> str:
         """The folder to look in for a tokenizer.json."""
         return self.sources[0].shards.folder
@@ -53,26 +49,26 @@ class Data:
             return 0
         return self.sources[0].rows.rows_per_epoch
 
-    def streams(self) -> dict[str, RowStream]:
-        """Return the rows of each source by its identity, as a Mixture wants them."""
-        return {source.identity: source.rows for source in self.sources}
-
 
 def open_data(start: Start, ranks: Ranks) -> Data:
     """Find the shards of a run and map them into memory on each rank, where they must be the same."""
     data = ranks.on_each(lambda: find_data(start))
-    listing: dict[str, str] = {}
-    for shards in data.sets:
-        listing |= shards.listing(reads=not ranks.is_one_machine)
-    listing_of_main = ranks.broadcast(listing)
-    ranks.on_each(lambda: check_listing(listing, listing_of_main))
+    if ranks.world_size > 1:
+        listing: dict[str, str] = {}
+        for shards in data.sets:
+            listing |= shards.listing(reads=not ranks.is_one_machine)
+        listing_of_main = ranks.broadcast(listing)
+        ranks.on_each(lambda: check_listing(listing, listing_of_main))
     return data
 
 
 def find_data(start: Start) -> Data:
     """Find the shards of a run and map them into memory. A plan of a new run does without shards."""
     config = start.config
-    saved = start.tokenizer
+    saved = TokenizerRecord.of(start.checkpoint) if start.checkpoint else None
+    initial = None  # tokenizer and vocabulary size of --init_from
+    if start.weights:
+        initial = TokenizerRecord.of(start.weights), start.weights["model_config"]["vocab_size"]
     places = config.sources()  # name -> (folder, weight)
     recorded = start.data["sources"] if start.data else {}
     for folder, _ in places.values():
@@ -92,7 +88,7 @@ def find_data(start: Start) -> Data:
             return Data((), (), Phase(0, 0, {}, {}), record, vocab_size_of(record))
     train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     val_sets = find_val_sets(config, train_sets) if config.eval_freq else []
-    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, start.initial)
+    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, initial)
     order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
     sources = []
     for shards in train_sets:
@@ -107,7 +103,13 @@ def find_data(start: Start) -> Data:
     shares = shares_of(named, {name: weight for name, (_, weight) in places.items()})
     phase = next_phase(start, named, shares)
     data = Data(tuple(sources), tuple(validated), phase, record, vocab_size)
-    return replace(data, tokenizer_record=completed(record, start, data.folder))
+    if saved:
+        record = record.resumed(saved, data.folder)
+    elif initial and record.is_number and initial[0].tokenizer:
+        record = initial[0]
+    elif initial and record.tokenizer_sha256 == initial[0].tokenizer_sha256:
+        record = record.completed(initial[0])
+    return replace(data, tokenizer_record=record)
 
 
 def next_phase(start: Start, named: Mapping[str, tuple[str, str]], shares: dict[str, int]) -> Phase:
@@ -139,19 +141,6 @@ def mixture_text(sources: Mapping[str, tuple[str, str]], shares: Mapping[str, in
     for name, (folder, identity) in sources.items():
         texts.append(f"{name} {shares[identity] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {identity[:12]}...)")
     return ", ".join(texts)
-
-
-def completed(record: TokenizerRecord, start: Start, folder: str) -> TokenizerRecord:
-    """Return the tokenizer of the data with all that the checkpoint or --init_from knows of it."""
-    if start.tokenizer:
-        return record.resumed(start.tokenizer, folder)
-    if start.initial:
-        initial, _ = start.initial
-        if record.is_number and initial.tokenizer:
-            return initial
-        if record.tokenizer_sha256 == initial.tokenizer_sha256:
-            return record.completed(initial)
-    return record
 
 
 def find_val_sets(config: TrainConfig, sources: Sequence[ShardSet]) -> list[ShardSet]:

@@ -14,7 +14,6 @@ from steadygpt.checkpoint import files
 from steadygpt.checkpoint.identity import Identity, read_run
 from steadygpt.config import EXCLUSIVE, FIELDS, STORED, TrainConfig
 from steadygpt.convert.weights import read_weights
-from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.ranks import Ranks
 from steadygpt.mirror.restore import find_newest
 
@@ -50,18 +49,6 @@ class Start:
     def data(self) -> files.DataRecord | None:
         """The data that the checkpoint was trained on."""
         return self.checkpoint["data"] if self.checkpoint else None
-
-    @property
-    def tokenizer(self) -> TokenizerRecord | None:
-        """The tokenizer of the checkpoint."""
-        return TokenizerRecord.of(self.checkpoint) if self.checkpoint else None
-
-    @property
-    def initial(self) -> tuple[TokenizerRecord, int] | None:
-        """The tokenizer and the vocabulary size of the weights of --init_from."""
-        if not self.weights:
-            return None
-        return TokenizerRecord.of(self.weights), self.weights["model_config"]["vocab_size"]
 
     def without_tensors(self) -> "Start":
         """Return what ranks other than 0 need."""

@@ -1,4 +1,4 @@
-"""The plan of a run in words: data, steps, precision, disk, and with --dry_run also memory and time."""
+"""The plan of a run in words: model, data, steps, device; and with --dry_run also validation, disk, memory and time."""
 
 import math
 import platform
@@ -36,28 +36,47 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 
 
 def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
-    """Return the plan in words, a line for each subject."""
+    """Return what a run is going to do, a line for each subject, and a line for each surprising choice."""
+    world_size = ranks.world_size
     model = sketch_of(config.shape(config.vocab_size))
-    versions = f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"
-    lines = [
-        labelled("run", config.name),
-        labelled("version", versions),
-        labelled("model", model_text(config, model, data)),
-        *data_lines(start, config, data),
-    ]
-    if val_rows(config, data):
-        lines.append(labelled("validation", validation_text(config, data)))
-    lines += [
-        labelled("steps", steps_text(start, config, data, ranks)),
-        labelled("tokens", tokens_text(start, config, model)),
-        labelled("device", device_text(config, ranks)),
-        labelled("checkpoints", checkpoints_text(start, config, data, model)),
-    ]
+    parameters = model.num_parameters()
+    lines = {"run": config.name}
+    lines["version"] = f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"
+    lines["model"] = (
+        f"{parameters / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
+        f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {config.context_length:,}, "
+        f"vocabulary {data.vocab_size:,} ({data.tokenizer_record.tokenizer})"
+    )
+    lines["data"] = f"\n{labelled('data', '')}".join(data_texts(start, config, data))
+
+    steps = (
+        f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
+        f"({counted(config.mini_batch_size, 'row')} x {config.context_length:,} tokens x "
+        f"{counted(world_size, 'rank')} x {counted(config.grad_accum_steps(world_size), 'micro-step')})"
+    )
+    last = last_row(start, config)
+    rows = rows_per_epoch(config, data)
+    if rows:
+        passes = f"{last / rows:,.2f}" if last >= 0.1 * rows else f"{last / rows:.1g}"
+        steps_per_epoch = rows / config.rows_per_step
+        epoch = f"{steps_per_epoch:,.0f}" if steps_per_epoch >= 10 else f"{steps_per_epoch:,.2f}"
+        steps += f"; {passes} epochs (1 epoch = {epoch} steps)"
+    lines["steps"] = f"{steps}; warm-up {counted(config.warmup_steps, 'step')}"
+
+    tokens = last * config.context_length
+    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
+    lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.1f} per parameter; {optimal}"
+
+    lines["device"] = f"{world_size} x {device_name(ranks.device)}, {config.precision}"
+    if world_size > 1 or config.is_fsdp:
+        lines["device"] += f", {config.sharding}"
+    shape = (1, config.num_heads, config.context_length, config.head_size)
+    kernel = kernel_name(shape, AUTOCAST[config.precision], ranks.device, config.dropout)
+    if kernel:
+        lines["device"] += f", attention by {kernel}"
     if config.mirror:
-        lines.append(labelled("mirror", config.mirror))
-    if config.checkpoint_minutes:
-        lines.append(labelled("saves", saves_text(config, model)))
-    return [*lines, *start.notes]
+        lines["mirror"] = config.mirror
+    return [*(labelled(name, text) for name, text in lines.items()), *start.notes]
 
 
 def last_row(start: Start, config: TrainConfig) -> int:
@@ -65,22 +84,15 @@ def last_row(start: Start, config: TrainConfig) -> int:
     return start.rows_consumed + (config.max_steps - start.step) * config.rows_per_step
 
 
-def model_text(config: TrainConfig, model: GPT, data: Data) -> str:
-    return (
-        f"{model.num_parameters() / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
-        f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {config.context_length:,}, "
-        f"vocabulary {data.vocab_size:,} ({data.tokenizer})"
-    )
-
-
-def data_lines(start: Start, config: TrainConfig, data: Data) -> list[str]:
-    """Return a line for each source of the training data."""
+def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
+    """Return a text for each source of the training data."""
     if not data.sources:
         folders = " or ".join(folder for folder, _ in config.sources().values())
-        text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {data.tokenizer}"
+        name = data.tokenizer_record.tokenizer
+        text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {name}"
         if not start.config.max_steps:
             text += f" and {config.steps_per_epoch:,} steps per epoch"
-        return [labelled("data", text)]
+        return [text]
     used = data.phase.rows_used_at(last_row(start, config), config.seed)  # identity -> rows
     texts = []
     for shards, rows, identity in data.sources:
@@ -93,7 +105,34 @@ def data_lines(start: Start, config: TrainConfig, data: Data) -> list[str]:
             if passes > MANY_EPOCHS:
                 text += f" -- MORE THAN {MANY_EPOCHS}, of little benefit"
         texts.append(text)
-    return [labelled("data", text) for text in some(texts, "source")]
+    return some(texts, "source")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what only --dry_run says
+
+
+def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
+    """Return lines for the plan: validation, disk, memory, time and cost, and what a start also checks."""
+    from steadygpt.start.memory import estimate_memory
+
+    model = sketch_of(config.shape(config.vocab_size))
+    lines = []
+    if val_rows(config, data):
+        lines.append(labelled("validation", validation_text(config, data)))
+    lines.append(labelled("checkpoints", checkpoints_text(start, config, data, model)))
+    if config.checkpoint_minutes:
+        lines.append(labelled("saves", saves_text(config, model)))
+    memory, host = estimate_memory(config, model, ranks)
+    lines += [
+        labelled("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
+        labelled("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
+        *time_lines(start, config, data, model, ranks),
+    ]
+    if data.sets:
+        tokens = sum(shards.num_tokens for shards in data.sets)
+        lines.append(labelled("not checked", f"the content of the shards, {tokens:,} tokens, which a start reads"))
+    return lines
 
 
 def val_rows(config: TrainConfig, data: Data) -> int:
@@ -117,41 +156,6 @@ def validation_text(config: TrainConfig, data: Data) -> str:
     text += f" every {counted(config.eval_freq, 'step')}: about {cost:.1%} of the training time"
     if cost > MUCH:
         text += " -- MUCH; try a larger --eval_freq or a smaller --eval_tokens"
-    return text
-
-
-def steps_text(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> str:
-    world_size = ranks.world_size
-    text = (
-        f"{config.max_steps:,}, each of {config.total_batch_size:,} tokens "
-        f"({counted(config.mini_batch_size, 'row')} x {config.context_length:,} tokens x "
-        f"{counted(world_size, 'rank')} x {counted(config.grad_accum_steps(world_size), 'micro-step')})"
-    )
-    rows = rows_per_epoch(config, data)
-    if rows:
-        passes = epochs(last_row(start, config), rows)
-        passes_text = f"{passes:,.2f}" if passes >= 0.1 else f"{passes:.1g}"
-        steps = rows / config.rows_per_step
-        steps_text = f"{steps:,.0f}" if steps >= 10 else f"{steps:,.2f}"
-        text += f"; {passes_text} epochs (1 epoch = {steps_text} steps)"
-    return f"{text}; warm-up {counted(config.warmup_steps, 'step')}"
-
-
-def tokens_text(start: Start, config: TrainConfig, model: GPT) -> str:
-    tokens = last_row(start, config) * config.context_length
-    per_parameter = tokens / model.num_parameters()
-    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
-    return f"{tokens:,}, {per_parameter:,.1f} per parameter; {optimal}"
-
-
-def device_text(config: TrainConfig, ranks: Ranks) -> str:
-    text = f"{ranks.world_size} x {device_name(ranks.device)}, {config.precision}"
-    if ranks.world_size > 1 or config.is_fsdp:
-        text += f", {config.sharding}"
-    shape = (1, config.num_heads, config.context_length, config.head_size)
-    kernel = kernel_name(shape, AUTOCAST[config.precision], ranks.device, config.dropout)
-    if kernel:
-        text += f", attention by {kernel}"
     return text
 
 
@@ -184,27 +188,6 @@ def saves_text(config: TrainConfig, model: GPT) -> str:
     if config.checkpoint_freq:
         text += f"; {bytes_text(bytes_per_save)} more every {counted(config.checkpoint_freq, 'step')}"
     return text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what only --dry_run says
-
-
-def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
-    """Return lines for the plan: memory, time and cost, and what a start also checks."""
-    from steadygpt.start.memory import estimate_memory
-
-    model = sketch_of(config.shape(config.vocab_size))
-    memory, host = estimate_memory(config, model, ranks)
-    lines = [
-        labelled("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
-        labelled("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
-        *time_lines(start, config, data, model, ranks),
-    ]
-    if data.sets:
-        tokens = sum(shards.num_tokens for shards in data.sets)
-        lines.append(labelled("not checked", f"the content of the shards, {tokens:,} tokens, which a start reads"))
-    return lines
 
 
 def uses_text(memory: dict[str, float], where: str, available: int, remedy: str) -> str:

@@ -21,7 +21,9 @@ def settle(start: Start, data: Data, ranks: Ranks) -> TrainConfig:
     Precision, tokenizer, vocabulary and the tokens of a step hold for the whole run, so they are settled in
     `start.config` too, which checkpoints store. `start.notes` get a line for each surprising choice.
     """
-    memory = -ranks.max(-memory_bytes(ranks.device))
+    memory = 0  # of the rank that has least
+    if not start.config.mini_batch_size:
+        memory = min(ranks.gather(memory_bytes(ranks.device)))
     settled = ranks.from_main(lambda: _settle_on_main(start, data, memory, ranks))
     start.config, config, start.notes = settled
     return config
@@ -36,7 +38,7 @@ def _settle_on_main(start: Start, data: Data, memory: int, ranks: Ranks) -> tupl
     requested = replace(
         requested,
         precision=choose_precision(requested.precision, ranks.device),
-        tokenizer=data.tokenizer,
+        tokenizer=data.tokenizer_record.tokenizer,
         vocab_size=data.vocab_size,
     )
     if requested.micro_steps:
@@ -82,7 +84,7 @@ def rows_per_epoch(config: TrainConfig, data: Data) -> int:
 
 def note_of_vocabulary(data: Data) -> str:
     """Return a warning if shards without a manifest, so assumed to have GPT-2's ids, have only small ones."""
-    if not data.sources or data.tokenizer != "gpt2" or data.sources[0].shards.manifest:
+    if not data.sources or data.tokenizer_record.tokenizer != "gpt2" or data.sources[0].shards.manifest:
         return ""
     largest = int(data.sources[0].shards.shards[0].tokens()[:SAMPLED_IDS].max(initial=0))
     if largest >= data.vocab_size // 2:
