@@ -82,7 +82,8 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
     columns = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (micro_steps,)
-    columns |= {"grad_norm": full_tensor(grad_norm)}  # a further scalar here is logged with the step
+    columns |= {"grad_norm": grad_norm}  # a further scalar here is logged with the step
+    columns = {name: full_tensor(column) for name, column in columns.items()}
     # The numbers are means over all ranks, so all make the same decision when one of them has a NaN or a spike.
     numbers, run.requests.agreed = run.ranks.step_numbers(columns, run.requests.own())
     loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
