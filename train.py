@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ from steadygpt.run.saving import agree, finish_uploads, is_saved, save_if_due, w
 from steadygpt.run.schedule import set_rates
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start, out_of_memory_explained
-from steadygpt.start.data import open_data
+from steadygpt.start.data import Data, open_data
 from steadygpt.start.find import Start, find_start, lock_run, with_checkpoint_dir
 from steadygpt.start.folder import open_folder
 from steadygpt.start.machines import agreed_command
@@ -212,12 +213,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_main and config.trains:
             Requests.raise_until_listen()
         with out_of_memory_explained(config, ranks):
-            run = build(start, config, data, ranks, log)
-            if config.eval_only:
-                return evaluate_only(run, start)
-            ranks.on_main(lambda: open_folder(run, start, lock))
-            start.unmap()
-            return train_to_end(run)
+            return build_and_train(start, config, data, ranks, log, lock)
+
+
+def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog, lock: Any) -> int:
+    """Build the run and train it to its end, or only evaluate it; return the exit status.
+
+    At its return the model is freed, before the ranks leave their process group. If DDP held the last reference to the
+    group, it would wait for the threads of gloo while it holds the GIL, which they may need.
+    """
+    run = build(start, config, data, ranks, log)
+    if config.eval_only:
+        return evaluate_only(run, start)
+    ranks.on_main(lambda: open_folder(run, start, lock))
+    start.unmap()
+    return train_to_end(run)
 
 
 def is_finished(start: Start, config: TrainConfig) -> bool:
