@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -213,10 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_main and config.trains:
             Requests.raise_until_listen()
         with out_of_memory_explained(config, ranks):
-            return build_and_train(start, config, data, ranks, log, lock)
+            return build_and_train(start, config, data, ranks, log)
 
 
-def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog, lock: Any) -> int:
+def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog) -> int:
     """Build the run and train it to its end, or only evaluate it; return the exit status.
 
     At its return the model is freed, before the ranks leave their process group. If DDP held the last reference to the
@@ -225,7 +224,7 @@ def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks,
     run = build(start, config, data, ranks, log)
     if config.eval_only:
         return evaluate_only(run, start)
-    ranks.on_main(lambda: open_folder(run, start, lock))
+    ranks.on_main(lambda: open_folder(run, start))
     start.unmap()
     return train_to_end(run)
 
