@@ -44,8 +44,8 @@ from steadygpt.mirror.store import Mirror
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.run import saving
 from steadygpt.start import build, memory
-from steadygpt.start.data import open_data
-from steadygpt.start.find import find_start, with_checkpoint_dir
+from steadygpt.start import data as start_data
+from steadygpt.start.find import Start, find_start, with_checkpoint_dir
 from steadygpt.start.settle import settle
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def built(*flags: str, ranks: Ranks | None = None):
     ranks = ranks or Ranks(CPU)
     command, set_by = parse_args([*TINY, *flags, "--dry_run"])
     start = find_start(with_checkpoint_dir(command, set_by), set_by, ranks)
-    data = open_data(start, ranks)
+    data = start_data.open_data(start, ranks)
     config = settle(start, data, ranks)
     build.check_start(start, config, data)
     return build.build(start, config, data, ranks, RunLog(config, ranks))
@@ -272,7 +272,9 @@ def add_metrics(measure: Callable[[Any, int], dict[str, torch.Tensor]]) -> None:
         return train_step(run, batches)
 
     def more_numbers(ranks, columns, requests):
-        return step_numbers(ranks, columns | measure(models[0], ranks.rank), requests)
+        measured = measure(models[0], ranks.rank)
+        columns = columns | {name: parallel.full_tensor(scalar) for name, scalar in measured.items()}
+        return step_numbers(ranks, columns, requests)
 
     train.train_step = wrapped_step
     Ranks.step_numbers = more_numbers
@@ -455,6 +457,13 @@ def asked_in(path) -> dict[str, Any]:
 def phase_in(path) -> Phase:
     """Return the phase of a run's mixture: number, first_row, shares and rows_used_before, by identity."""
     return Phase(**load(path)["data"]["phase"])
+
+
+def next_phase(before: Phase | None, row: int, shares: dict[str, int], seed: int = 7) -> Phase:
+    """Return the phase of a launch at a row, with these shares of the sources; without one before, the first."""
+    checkpoint = {"data": {"phase": before, "sources": {}}, "rows_consumed": row} if before else None
+    start = Start(TrainConfig(seed=seed, allow_changes=True), checkpoint)
+    return start_data.next_phase(start, {}, shares)
 
 
 def rows_given_in(path) -> dict[str, int]:
