@@ -577,6 +577,13 @@ def alter(path, change: Callable[[dict], object] = bool, **fields) -> None:
     torch.save(content | fields, path)
 
 
+def mock_log(folder) -> mock.Mock:
+    """Return a stand-in for the log of a run that has locked the folder."""
+    Path(folder).mkdir(exist_ok=True)
+    lock = open(Path(folder, ".lock"), "a")
+    return mock.Mock(folder_lock=lock, size_of=lambda name: 0)
+
+
 class Writer(CheckpointWriter):
     """A writer of a run's checkpoints."""
 
@@ -586,7 +593,6 @@ class Writer(CheckpointWriter):
         self.wait()
 
 
-def writer_of(config: TrainConfig, log, mirror: Mirror | None = None, content: dict | None = None) -> Writer:
+def writer_of(config: TrainConfig, log, uploads: Uploads | None = None) -> Writer:
     """Return the writer of a run's checkpoints: save(step, content, names), start(content, names), wait."""
-    uploads = Uploads(mirror, config, log) if mirror else None
     return Writer(config, log.folder_lock, log, after_write=uploads.start if uploads else lambda: None)
