@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def open_folder(run: Run, start: Start) -> None:
     after_write = run.uploads.start if run.uploads else lambda: None
     run.writer = CheckpointWriter(config, run.log.folder_lock, run.log, best, after_write)
     if checkpoint:
+        data = checkpoint["data"]
+        checkpoint = {**checkpoint, "data": {**data, "phase": asdict(data["phase"])}}  # plain types, as in the file
         if start.is_fork:  # the fork's first checkpoint has this run's options
             checkpoint = checkpoint | {name: run.stored[name] for name in ("options", "data", "launch")}
             checkpoint["metrics_bytes"] = run.log.size_of(METRICS)
