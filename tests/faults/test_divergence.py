@@ -90,6 +90,15 @@ def test_the_commands_suggested_after_bad_steps_work(trained, flags):
         assert train.main(["--resume", "latest", *suggestion.split(), *folders(f"run{number}")]) == 0
 
 
+def test_the_weights_before_bad_steps_keep_their_scores(trained):
+    """They are saved again under the same names."""
+    assert trained("--eval_freq", "4", "--max_bad_steps", "3", faults=[nan_from_4])[0] == 1
+    scores = load("run/best_model.pt")["scores"]
+    assert load("run/best_model.pt")["step"] == 4 and scores["val_loss"]
+    for name in ("latest.pt", "rolling_step_000004.pt", "rolling_step_000006.pt"):
+        assert load(f"run/{name}")["scores"] == scores, name
+
+
 def test_bad_steps_are_counted_across_resumes(trained):
     assert trained(faults=[nan_from_4, partial(signal_at, 7)])[0] == 0
     status, text = trained("--resume", faults=[nan_from_4])
