@@ -76,10 +76,10 @@ def open_folder(run: Run, start: Start) -> None:
     for damaged, name in start.renamed.items():  # under their old names, saves would replace or delete them
         damaged.rename(name)
     if start.downloaded and start.path:
+        if mirror and mirror.is_claimed:  # first the logs: with the checkpoint in the folder, none are restored
+            mirror.patiently(partial(restore_logs, mirror, folder))
         os.replace(start.downloaded, start.path)
         fsync_folder(folder)
-        if mirror and mirror.is_claimed:
-            mirror.patiently(partial(restore_logs, mirror, folder))
     if BEST in index.checkpoints:
         mirrored = Best.of(index.checkpoints[BEST])
         if mirrored and mirrored.validated_on == run.validated_on:
