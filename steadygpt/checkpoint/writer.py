@@ -163,12 +163,12 @@ class CheckpointWriter:
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
             self.check_folder()  # again: writing gigabytes takes a while
-            for name in names:
-                link_file(temporary, self.folder / name)
-                orders[name] = order
             # The user may have moved latest.pt meanwhile.
             if orders.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
                 link_file(latest, self.folder / files.BACKUP)
+            for name in names:  # best_model.pt is the last one, after all that may fail for lack of space
+                link_file(temporary, self.folder / name)
+                orders[name] = order
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # a file of gigabytes, which would stay until the next save

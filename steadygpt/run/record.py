@@ -100,8 +100,9 @@ def count_step(run: Run, result: StepResult) -> None:
     state = run.state
     state.step += 1
     state.rows_consumed += run.config.rows_per_step
-    state.scores = {}
-    state.validated_on = ""
+    if result.updated:  # otherwise the scores are still those of the weights
+        state.scores = {}
+        state.validated_on = ""
     run.is_best = False
     if result.finite:
         state.loss = result.loss

@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -75,10 +76,10 @@ def open_folder(run: Run, start: Start) -> None:
     for damaged, name in start.renamed.items():  # under their old names, saves would replace or delete them
         damaged.rename(name)
     if start.downloaded and start.path:
+        if mirror and mirror.is_claimed:  # first the logs: with the checkpoint in the folder, none are restored
+            mirror.patiently(partial(restore_logs, mirror, folder))
         os.replace(start.downloaded, start.path)
         fsync_folder(folder)
-        if mirror and mirror.is_claimed:
-            mirror.patiently(partial(restore_logs, mirror, folder))
     if BEST in index.checkpoints:
         mirrored = Best.of(index.checkpoints[BEST])
         if mirrored and mirrored.validated_on == run.validated_on:
@@ -105,6 +106,8 @@ def open_folder(run: Run, start: Start) -> None:
     after_write = run.uploads.start if run.uploads else lambda: None
     run.writer = CheckpointWriter(config, run.log.folder_lock, run.log, best, after_write)
     if checkpoint:
+        data = checkpoint["data"]
+        checkpoint = {**checkpoint, "data": {**data, "phase": asdict(data["phase"])}}  # plain types, as in the file
         if start.is_fork:  # the fork's first checkpoint has this run's options
             checkpoint = checkpoint | {name: run.stored[name] for name in ("options", "data", "launch")}
             checkpoint["metrics_bytes"] = run.log.size_of(METRICS)

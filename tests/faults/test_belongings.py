@@ -280,6 +280,26 @@ def test_a_resume_without_the_mirror_of_the_last_launch_says_so(workdir, url, ca
     assert uploaded(url)["latest.pt"] == 3
 
 
+@pytest.mark.parametrize("name", ["run.json", "log.txt", "metrics.jsonl", "latest.pt"])
+def test_a_kill_while_a_mirror_is_restored_loses_no_log(workdir, url, monkeypatch, name):
+    flags = (*folders("run"), "--mirror", url)
+    assert run_here(*flags, "--max_steps", "4") == 0
+    before = metrics("run", "loss")
+    shutil.rmtree("run")
+    replace = os.replace
+
+    def killed(source, target):
+        if Path(target) == Path("run", name):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", killed)
+        run_here(*flags, "--resume", "latest", "--max_steps", "6")
+    assert run_here(*flags, "--resume", "latest", "--max_steps", "4") == 0
+    assert metrics("run", "loss") == before
+
+
 def test_a_best_model_that_only_the_mirror_has_stays_the_best(workdir, url):
     assert run_here(*folders("run"), *EVALUATED, "--max_steps", "4", "--mirror", url) == 0
     best = best_model("run")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import folders, load, run_here, scalars
-from ground import SCORE_FILES, acting_here, assert_same_state, evaluations, heads, launch_in, verified
+from ground import SCORE_FILES, acting_here, assert_same_state, best_model, evaluations, heads, launch_in, verified
 from harness import Run, refusal, run_to_end
 from injected import do_in_step, fail_save, signal_at
 
@@ -161,16 +161,16 @@ def test_a_run_that_cannot_save_stops_and_can_be_resumed(small_disk, ranks):
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
 def test_a_failed_last_save_is_retried(workdir, capsys, error):
-    """The resumed run repeats its evaluation; best_model.pt is the next model that is better."""
+    """It gets all its names again, also that of the best model."""
     flags = (*"--max_steps 9 --checkpoint_freq 3 --steps_per_epoch 9 --eval_freq 9".split(), *folders("run"))
     with acting_here(partial(fail_save, 2, error)):
         assert run_here(*flags) == 0
     saved = {name for name, step in heads("run") if step == 9}
-    assert saved == {"latest.pt", "rolling_step_000009.pt", "epoch_00001.pt"}
+    assert saved == {"latest.pt", "rolling_step_000009.pt", "epoch_00001.pt", "best_model.pt"}
     out, err = capsys.readouterr()
     assert re.search("step 9 was not saved: (.*Input/output error.*|MemoryError); older saves are intact", err)
     assert out.index("saved step 9 as") < out.index("finished after 9 steps")
-    assert not Path("run/best_model.pt").exists() and load("run/latest.pt")["best_val_loss"] is not None
+    assert best_model("run") == (9, evaluations("run")[9]["val_loss"])
     assert run_here(*flags, "--resume", "--max_steps", "10") == 0
     assert list(evaluations("run")) == [9, 10]
 

@@ -38,19 +38,16 @@ def assert_finite(folder: str) -> None:
         saved = load(path)
         moments = [tensor for state in saved["optimizer"].values() for tensor in state.values()]
         assert all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]), path
-        numbers = (saved["loss"], saved["val_loss"], saved["best_val_loss"], *saved["recent_losses"])
+        numbers = (saved["loss"], *saved["scores"].values(), *saved["recent_losses"])
         assert all(number is None or math.isfinite(number) for number in numbers), path
     for path in (Path(folder, name) for name in {*SCORE_FILES, "metrics.jsonl"}):
         assert not (path.exists() and re.search("NaN|Infinity", path.read_text())), path
 
 
 def assert_update_skipped(folder: str, first: int, last: int) -> None:
-    """Assert that the state is the same after steps `first` and `last`, except for the position in the data.
-
-    best_val_loss is not compared: the checkpoint of `first` is written before the evaluation of that step.
-    """
+    """Assert that the state is the same after steps `first` and `last`, except for the position in the data."""
     before, after = (load(f"{folder}/rolling_step_{step:06d}.pt") for step in (first, last))
-    assert_same_state(before, after | {key: before[key] for key in ("step", "rows_consumed", "best_val_loss")})
+    assert_same_state(before, after | {key: before[key] for key in ("step", "rows_consumed")})
     assert after["step"] - before["step"] == last - first
     assert after["rows_consumed"] - before["rows_consumed"] == 4 * (last - first)
 
@@ -93,6 +90,15 @@ def test_the_commands_suggested_after_bad_steps_work(trained, flags):
         assert train.main(["--resume", "latest", *suggestion.split(), *folders(f"run{number}")]) == 0
 
 
+def test_the_weights_before_bad_steps_keep_their_scores(trained):
+    """They are saved again under the same names."""
+    assert trained("--eval_freq", "4", "--max_bad_steps", "3", faults=[nan_from_4])[0] == 1
+    scores = load("run/best_model.pt")["scores"]
+    assert load("run/best_model.pt")["step"] == 4 and scores["val_loss"]
+    for name in ("latest.pt", "rolling_step_000004.pt", "rolling_step_000006.pt"):
+        assert load(f"run/{name}")["scores"] == scores, name
+
+
 def test_bad_steps_are_counted_across_resumes(trained):
     assert trained(faults=[nan_from_4, partial(signal_at, 7)])[0] == 0
     status, text = trained("--resume", faults=[nan_from_4])
@@ -112,7 +118,7 @@ def test_bad_steps_within_the_limit_do_not_stop_the_run(trained, limit, steps):
 
 def test_a_nan_validation_loss_is_never_the_best(trained):
     assert trained("--eval_freq", "4", faults=[partial(bad_numbers, ["validation"], "nan loss", 0)])[0] == 0
-    assert load("run/latest.pt")["best_val_loss"] is None
+    assert load("run/latest.pt")["scores"]["val_loss"] is None
     assert not Path("run/best_model.pt").exists()
     assert_finite("run")
 

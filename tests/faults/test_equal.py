@@ -160,13 +160,13 @@ def test_a_run_ends_with_the_bits_of_its_reference(run_beside_its_reference, rec
     name = run_beside_its_reference(recipe, launches, of)
     assert_equals_reference(name, "loss", "grad_norm", "lr", "loss_z", "val_loss", "val_bpb")
     one, other = (load(f"{folder}/latest.pt") for folder in ("reference", name))
-    for key in ("loss", "val_loss", "recent_losses", "bad_steps", "scaler"):
+    for key in ("loss", "scores", "recent_losses", "bad_steps", "scaler"):
         assert one[key] == other[key], key
     for file in ("best_model.pt", "stable.pt"):
         if Path("reference", file).exists():
             assert_same_state(load(f"reference/{file}"), load(f"{name}/{file}"))
     log = Path(name, "log.txt").read_text()
-    assert ("warning: resumed at" in log) == any(start.status == 1 for start in launches)  # bad steps were logged
+    assert "warning: resumed at" not in log  # bad steps, which were logged before the save, are not compared
     for start in launches:
         if start.killed:
             repeated = rf"^resumed at step {start.killed[0]}: repeated \d+ steps?, bit for bit the same losses$"

@@ -34,7 +34,7 @@ from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.identity import read_run
 from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_model, read_weights
@@ -43,13 +43,13 @@ from steadygpt.data.tasks import load_core, load_hellaswag
 from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.log.metrics import read_records, read_status
+from steadygpt.mirror.store import Mirror
 from steadygpt.monitor.snapshot import watch
 from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
-from steadygpt.run.history import resume_options
-from steadygpt.run.identity import read_run
-from steadygpt.run.repeats import repeated_records
-from steadygpt.run.results import judge
+from steadygpt.run.judge import judge
+from steadygpt.run.repeats import Repeats
+from steadygpt.start.find import resumed
 
 TASK = f"bundle/eval_data/{next(iter(TASKS.values()))[0]}/{next(iter(TASKS))}.jsonl"  # of CORE
 MANY = 2000  # files for each reader in the fault storm
@@ -250,7 +250,7 @@ def see_checkpoint() -> None:
 def see_log() -> None:
     path = Path("checkpoints/metrics.jsonl")
     see_monitor()
-    repeated_records(path, 2, "an id", {})
+    Repeats.read(path, 0, 2, {"id": "0" * 16, "parent": "", "how": {}}, {}, is_exact=True)
     read_records(path)
 
 
@@ -279,11 +279,6 @@ READERS = {
     "checkpoints/metrics.jsonl": Reader(of_a_line, see_log, accepts=True, refuses=False),  # broken lines are skipped
     "checkpoints/status.json": Reader(of_json, lambda: (read_status(Path("checkpoints")), see_monitor())),
     "checkpoints/run.json": Reader(of_json, lambda: read_run(Path("checkpoints"))),
-    "checkpoints/evaluations.json": Reader(
-        of_json,
-        lambda: [*checkpoint_table(Path("checkpoints"))],
-        refuses=False,  # its table has a warning
-    ),
     "mirror/index.json": Reader(of_json, lambda: [*mirror_table(Mirror(f"file://{Path.cwd()}/mirror"))]),
     "prepared/manifest.json": Reader(of_json, see_prepared),
     "rows.jsonl": Reader(of_json, lambda: load_hellaswag("rows.jsonl")),
@@ -325,20 +320,12 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         checkpoint = as_checkpoint(content, Path("latest.pt"))
         assert [*details(checkpoint)]
         if not is_of_a_run(checkpoint):
-            raise UserError("converted weights")  # as history.py says it
-        options, _, _ = resume_options(checkpoint["launches"][-1], config, {})
-        judge(
-            options,
-            checkpoint["recent_losses"],
-            step=0,
-            rows=range(1),
-            lr=1.0,
-            loss=1.0,
-            grad_norm=1.0,
-            loss_scale=None,
-        )
+            raise UserError("converted weights")  # as find.py says it
+        options, _ = resumed(checkpoint["options"], config, {})
+        judge(options, checkpoint["recent_losses"], 0, lr=1.0, loss_scale=None, loss=1.0, grad_norm=1.0)
         check_tensors(checkpoint, "latest.pt", model, kept)
-        assert checkpoint["rows_consumed"] == original["rows_consumed"] and (checkpoint["val_loss"] or 0) >= 0
+        assert checkpoint["rows_consumed"] == original["rows_consumed"]
+        assert all(math.isfinite(score or 0) for score in checkpoint["scores"].values())
         assert all(tensor.isfinite().all() for tensor in named_tensors(checkpoint).values())
 
     for _ in range(count):

@@ -13,7 +13,7 @@ from conftest import folders
 from harness import Run, assert_equals_reference
 from test_mirror import check_checkpoints
 
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.mirror.store import Mirror
 
 FLAGS = ("--max_steps", "60", "--checkpoint_freq", "2", "--dropout", "0.1")
 BYTES_PER_S = 600_000  # so that an upload of a checkpoint takes a third of a second

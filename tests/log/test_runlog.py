@@ -28,9 +28,9 @@ from steadygpt.log import metrics, runlog
 from steadygpt.log.metrics import read_records, read_status
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.repeats import Repeats
-from steadygpt.run.results import Results, StepResult
-from steadygpt.run.schedule import Schedule
+from steadygpt.run import record
+from steadygpt.run.judge import StepResult
+from steadygpt.run.run import Meter
 
 
 def config(tmp_path, **options) -> TrainConfig:
@@ -58,7 +58,7 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     )
     assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5, "grad_norm": null\}\n', line)
     assert abs(json.loads(line)["time"] - time.time()) < 60
-    assert (tmp_path / "log.txt").read_text() == "run          tiny\nstep 3/10 | loss 2.5\n"
+    assert (tmp_path / "log.txt").read_text() == "step 3/10 | loss 2.5\n"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,13 +91,13 @@ def test_a_resumed_run_appends_to_its_logs_and_changes_nothing_in_them(tmp_path)
     write(log, range(4, 8), value=2.0)
     log.close()
     assert [path.read_bytes()[: len(old)] for path, old in zip(paths, before, strict=True)] == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "log.txt", "metrics.jsonl"]
     assert [(r["step"], r["loss"]) for r in read_records(paths[1])] == [(s, 1.0) for s in range(4)] + [
         (s, 2.0) for s in range(4, 8)
     ]
     sample = "step 4/10 | sample:\na line\nstep 1/10 of the text itself\n"
     again = "".join(f"step {step}/10 | loss 2.0\n" for step in range(4, 8))
-    assert paths[0].read_text().endswith(f"{sample}run          tiny\n{again}")
+    assert paths[0].read_text().endswith(f"{sample}{again}")
 
 
 def test_logs_are_durable_once_they_are_flushed(tmp_path, monkeypatch):
@@ -175,17 +175,20 @@ def log(tmp_path):
 
 @pytest.fixture
 def finish_step(log, monkeypatch):
-    """Return a function that takes the results of a step that took some seconds."""
-    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("steadygpt.run.results.time", clock)
+    """Return a function that logs a step that took some seconds."""
+    clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
+    monkeypatch.setattr(record, "time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
-    results = Results(log.config, log.ranks, Schedule(log.config, 32), TrainState(), log, 1.0, Repeats(log))
+    run = SimpleNamespace(
+        config=log.config, ranks=log.ranks, state=TrainState(), log=log, meter=Meter(step_start_s=0.0), repeats=None,
+        requests=SimpleNamespace(), rows_per_epoch=32,
+    )  # fmt: skip
 
     def finish(step: int, seconds: float) -> None:
         clock.now_s += seconds
         numbers = {"lr": 1e-3, "loss": 2.5, "grad_norm": 0.5, "loss_z": math.nan}
-        result = StepResult(step, range(8), **numbers, finite=True, spike=False, bad=False, updated=True)
-        results.add(result)
+        result = StepResult(step, **numbers, finite=True, spike=False, bad=False, updated=True)
+        record.log_step(run, result)
 
     return finish
 

@@ -155,7 +155,7 @@ def test_close_waits_neither_for_the_interval_nor_for_a_driver_that_hangs(run, m
 
 
 def test_load_of_the_machine_is_recorded_beside_the_step(workdir, monkeypatch):
-    monkeypatch.setattr(runlog, "LOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr(runlog, "LOAD_S", 0.01)
     run_here("--max_steps", "20", "--use_tensorboard")
     records = [json.loads(line) for line in (workdir / "checkpoints/metrics.jsonl").read_text().splitlines()]
     loads = [record for record in records if "cpu_percent" in record]

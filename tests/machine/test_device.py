@@ -21,7 +21,7 @@ from steadygpt.machine import device, host
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.plan import set_up
+from steadygpt.start.build import set_up
 
 SIZES = 16, 64, 256  # tokens, width and hidden layer
 

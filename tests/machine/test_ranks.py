@@ -22,7 +22,8 @@ from steadygpt.checkpoint.host_copy import HostCopy, fill
 from steadygpt.config import TrainConfig
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.parallel import shard
-from steadygpt.machine.ranks import Ranks, Stopped, StopSignal, joined, launched_as
+from steadygpt.machine.ranks import Ranks, Requests, Stopped, joined, launched_as
+from steadygpt.run.saving import agree
 
 SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
 
@@ -54,16 +55,16 @@ def batch(rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_an_ignored_signal_stays_ignored_until_a_run_listens():
     """multinode.sh ignores SIGUSR1, which slurm.sh sends again and again until the run stops and saves."""
-    found = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, StopSignal.SIGNALS)}
+    found = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, Requests.SIGNALS)}
     try:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        StopSignal.raise_until_listen()
+        Requests.raise_until_listen()
         os.kill(os.getpid(), signal.SIGUSR1)
-        stop = StopSignal(Ranks(torch.device("cpu")), 0)
-        stop.listen()
+        requests = Requests(Ranks(torch.device("cpu")), 0)
+        requests.listen()
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(Stopped, match="SIGUSR1"):
-            stop.check()
+            requests.check()
     finally:
         for number, handler in found.items():
             signal.signal(number, handler)
@@ -84,18 +85,93 @@ def check_on_rank(check) -> None:
         check(ranks)
 
 
-def ranks_stop_by_the_check_after_the_next(ranks: Ranks) -> None:
-    stop = StopSignal(ranks, max_hours=0)
-    stop.check()
-    if ranks.rank == 1:
-        time.sleep(1)  # the other rank does not wait for this one
-        stop.ask("SIGTERM")
-    started_s = time.monotonic()
-    stop.check()
-    assert time.monotonic() - started_s < 0.9 or ranks.rank == 1
+def a_stop_on_one_rank_stops_all_after_its_step(folder: str, ranks: Ranks) -> None:
+    run = built("--data_dir", folder, ranks=ranks)
+    with closing(batches_of(run)) as batches:
+        agree(run)
+        run.requests.step_s = 0.1
+        take_step(run, batches)
+        if ranks.rank == 1:
+            run.requests.ask("SIGTERM")
+        agree(run)  # the ranks have exchanged their requests in the step before
+        take_step(run, batches)
     with pytest.raises(Stopped) as stopped:
-        stop.check()
+        agree(run)
     assert stopped.value.reason == "SIGTERM"
+
+
+def a_stop_within_a_slow_step_stops_all_in_the_same_micro_step(folder: str, ranks: Ranks) -> None:
+    """The first step of a launch may take long too, because it compiles."""
+    for slow_step in (0, 1):
+        run = built("--data_dir", folder, "--total_batch_size", "512", ranks=ranks)  # 8 micro-steps
+        with closing(batches_of(run)) as batches:
+            for step in range(slow_step):
+                take_step(run, batches)
+                run.state.step = step + 1
+                run.requests.step_s = Requests.LONG_S + 1 if ranks.rank == 1 else 0.1  # the slowest rank counts
+            if slow_step:
+                take_step(run, batches)  # which tells the other ranks how long the step before took
+            before = [parameter.clone() for parameter in model_of(run).parameters()]
+            micro_steps: list[int] = []
+
+            def next_batch(run=run, batches=batches, micro_steps=micro_steps):
+                micro_steps.append(len(micro_steps))
+                if len(micro_steps) == 3 and ranks.rank == 1:
+                    run.requests.ask("SIGINT")
+                return batches.next()
+
+            with pytest.raises(Stopped, match="SIGINT"):
+                take_step(run, SimpleNamespace(next=next_batch))
+        assert ranks.gather(len(micro_steps)) == [3, 3]
+        assert all(map(torch.equal, before, model_of(run).parameters()))  # the step has changed nothing
+
+
+def a_fast_step_exchanges_requests_once(folder: str, ranks: Ranks) -> None:
+    run = built("--data_dir", folder, "--total_batch_size", "512", ranks=ranks)
+    run.requests.agreed = [0.0, 0.0, 0.1]
+    exchanges = []
+    exchange = run.requests.exchange
+    run.requests.exchange = lambda: (exchanges.append(1), exchange())
+    with closing(batches_of(run)) as batches:
+        take_step(run, batches)
+    assert not exchanges  # besides the one with the numbers of the step
+
+
+def a_timed_save_is_agreed_within_a_step_and_made_once(folder: str, ranks: Ranks) -> None:
+    """Only rank 0 has the clock and the writer; all ranks take part in the copy at the same step."""
+    run = built("--data_dir", folder, ranks=ranks)
+    due = iter([False, True, True, False, False])
+    if ranks.is_main:
+        run.writer = SimpleNamespace(reason_to_stop=lambda: "", is_due=lambda: next(due))
+    agreed = []
+    with closing(batches_of(run)) as batches:
+        for step in range(1, 6):
+            take_step(run, batches)
+            run.state.step = step
+            agreed.append(agree(run))
+            if agreed[-1]:
+                run.requests.forget_save()  # as save() does
+    assert ranks.gather(agreed) == [[False, False, True, False, False]] * 2
+
+
+@pytest.mark.parametrize("behaviour", [
+    a_stop_on_one_rank_stops_all_after_its_step, a_stop_within_a_slow_step_stops_all_in_the_same_micro_step,
+    a_fast_step_exchanges_requests_once, a_timed_save_is_agreed_within_a_step_and_made_once,
+], ids=lambda function: function.__name__)  # fmt: skip
+def test_requests_of_one_of_two_ranks(tmp_path, behaviour):
+    in_ranks(2, check_on_rank, partial(behaviour, str(write_data(tmp_path / "data"))))
+
+
+def test_of_several_reasons_the_first_one_counts():
+    requests = Requests(Ranks(torch.device("cpu")), max_hours=0)
+    requests.ask("saves failed")
+    requests.ask("SIGTERM")
+    with pytest.raises(Stopped, match="saves failed"):
+        requests.check()
+    assert not requests.take_interrupt()  # no signal
+    requests.ask("SIGTERM")
+    assert requests.take_interrupt()
+    requests.check()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,7 +284,7 @@ def close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16(ranks: Ranks) -
 
 
 @pytest.mark.parametrize("behaviour", [
-    ranks_stop_by_the_check_after_the_next, blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32,
+    blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32,
     close_calls_are_scored_in_fp32_with_weights_gathered_in_bf16,
 ], ids=lambda function: function.__name__)  # fmt: skip
 def test_on_two_ranks(behaviour):
@@ -244,6 +320,6 @@ def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, envi
 def test_max_hours_count_from_the_start_of_the_process():
     """A job's time limit does so too; importing and opening the data take minutes where disks are slow."""
     alone, age_h = Ranks(torch.device("cpu")), process_age_s() / 3600
-    StopSignal(alone, max_hours=age_h + 1).check()
+    Requests(alone, max_hours=age_h + 1).check()
     with pytest.raises(Stopped, match="max_hours"):
-        StopSignal(alone, max_hours=age_h / 2).check()
+        Requests(alone, max_hours=age_h / 2).check()
