@@ -43,7 +43,7 @@ from steadygpt.run.saving import agree, finish_uploads, is_saved, save_if_due, w
 from steadygpt.run.schedule import set_rates
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start, out_of_memory_explained
-from steadygpt.start.data import open_data
+from steadygpt.start.data import Data, open_data
 from steadygpt.start.find import Start, find_start, lock_run, with_checkpoint_dir
 from steadygpt.start.folder import open_folder
 from steadygpt.start.machines import agreed_command
@@ -82,7 +82,8 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
     columns = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (micro_steps,)
-    columns |= {"grad_norm": full_tensor(grad_norm)}  # a further scalar here is logged with the step
+    columns |= {"grad_norm": grad_norm}  # a further scalar here is logged with the step
+    columns = {name: full_tensor(column) for name, column in columns.items()}
     # The numbers are means over all ranks, so all make the same decision when one of them has a NaN or a spike.
     numbers, run.requests.agreed = run.ranks.step_numbers(columns, run.requests.own())
     loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
@@ -211,12 +212,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_main and config.trains:
             Requests.raise_until_listen()
         with out_of_memory_explained(config, ranks):
-            run = build(start, config, data, ranks, log)
-            if config.eval_only:
-                return evaluate_only(run, start)
-            ranks.on_main(lambda: open_folder(run, start, lock))
-            start.unmap()
-            return train_to_end(run)
+            return build_and_train(start, config, data, ranks, log)
+
+
+def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog) -> int:
+    """Build the run and train it to its end, or only evaluate it; return the exit status.
+
+    At its return the model is freed, before the ranks leave their process group. If DDP held the last reference to the
+    group, it would wait for the threads of gloo while it holds the GIL, which they may need.
+    """
+    run = build(start, config, data, ranks, log)
+    if config.eval_only:
+        return evaluate_only(run, start)
+    ranks.on_main(lambda: open_folder(run, start))
+    start.unmap()
+    return train_to_end(run)
 
 
 def is_finished(start: Start, config: TrainConfig) -> bool:

@@ -5,7 +5,6 @@ import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from steadygpt.base.durable import fsync_folder
 from steadygpt.base.options import UserError
@@ -54,8 +53,9 @@ def check_space(folder: Path, needed: int, downloaded: Path | None) -> None:
         raise UserError(f"{folder}: {message}; nothing was changed. Free some space, or use another --checkpoint_dir")
 
 
-def open_folder(run: Run, start: Start, lock: IO[str]) -> None:
-    """Open the folder, mirror and logs of a run on rank 0."""
+def open_folder(run: Run, start: Start) -> None:
+    """Open the folder, mirror and logs of a run on rank 0, which has locked the folder."""
+    assert run.log.folder_lock
     config = run.config
     folder = Path(config.checkpoint_dir)
     needed = checkpoint_bytes(run.model, config.optimizer)
@@ -103,7 +103,7 @@ def open_folder(run: Run, start: Start, lock: IO[str]) -> None:
     if mirror:
         run.uploads = Uploads(mirror, config, run.log)
     after_write = run.uploads.start if run.uploads else lambda: None
-    run.writer = CheckpointWriter(config, lock, run.log, best, after_write)
+    run.writer = CheckpointWriter(config, run.log.folder_lock, run.log, best, after_write)
     if checkpoint:
         if start.is_fork:  # the fork's first checkpoint has this run's options
             checkpoint = checkpoint | {name: run.stored[name] for name in ("options", "data", "launch")}
