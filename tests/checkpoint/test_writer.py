@@ -136,7 +136,9 @@ def test_a_slow_save_makes_the_next_timed_one_later(run):
     assert run.captured == [10, 20, 22, 24]
 
 
-@pytest.mark.parametrize(("minutes", "pause_s", "interval_s"), [(1, 0.1, 60), (1, 3, 300), (1, 3600, 600), (20, 9, 1200)])
+@pytest.mark.parametrize(
+    ("minutes", "pause_s", "interval_s"), [(1, 0.1, 60), (1, 3, 300), (1, 3600, 600), (20, 9, 1200)]
+)
 def test_no_pause_delays_the_next_timed_save_by_more_than_ten_minutes(tmp_path, minutes, pause_s, interval_s):
     config = TrainConfig(checkpoint_dir=str(tmp_path), checkpoint_minutes=minutes)
     writer = writer_of(config, mock_log(tmp_path))
