@@ -34,7 +34,9 @@ def save_if_due(run: Run, is_due: bool) -> None:
     Raises: Corrupted.
     """
     state = run.state
-    names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
+    names = []
+    if run.meter.steps or not state.step:  # a checkpoint that is resumed keeps its names, and the options of its launch
+        names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
     if run.is_best:
         names.append(BEST)
     if (is_due or names) and run.saved != (state.step, state.scores):
