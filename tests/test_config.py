@@ -23,7 +23,7 @@ from optim import OPTIMIZERS
 from steadygpt.base.options import ELSEWHERE, UserError, options_of
 from steadygpt.config import FIELDS, FINEWEB_EDU_TOKENS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.memory import estimate_memory
+from steadygpt.start.memory import estimate_memory
 
 
 def parse(*argv: str) -> TrainConfig:

@@ -10,12 +10,12 @@ import torch
 from conftest import run_here, write_data
 
 import dataloader
-from dataloader import RowStream
+from dataloader import Order, RowStream
+from evaluation import validation_rows
 from steadygpt.base.text import some
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import Shard, ShardSet
 from steadygpt.machine.device import seed
-from steadygpt.run.plan import validation_rows
 
 
 def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, monkeypatch):
@@ -24,7 +24,7 @@ def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, monkey
     write_data(tmp_path, num_tokens=[40] * 101)
     shards = ShardSet.find("data", str(tmp_path), "train").shards
     open_before = len(os.listdir("/proc/self/fd"))
-    found = RowStream(shards, 16, TrainConfig(seed=3)).read(0, 400)
+    found = RowStream(shards, 16, Order(seed=3, shuffle_shards=True, shuffle_rows=True)).read(0, 400)
     assert len(os.listdir("/proc/self/fd")) <= open_before + 8
     of_each = [shard.tokens().copy() for shard in shards]
     rows = {tuple(tokens[first : first + 17].tolist()) for tokens in of_each for first in (0, 16)}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import TINY, load, run_here, write_data, write_shard
-from ground import weights_content, with_options
+from conftest import TINY, run_here, write_data, write_shard
+from ground import latest, weights_content, with_options
 from test_tokenizer_json import byte_tokenizer
 
 import train
 from dataloader import BatchLoader
-from look import count_split, find_step, main, visible
+from look import count_split, main, rows_of_step, visible
 from model import GPT, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.data.shards import ShardSet
@@ -177,8 +177,9 @@ def rows_of(capsys, *flags: str) -> list[tuple[int, str, int, str]]:
 def test_the_rows_of_a_step_are_those_that_it_trained_on(workdir, trained_on, capsys):
     """Also across a change of the batch, a change of the mixture, and after the newest checkpoint."""
     write_data(workdir / "more", seed=1)
-    assert run_here("--max_steps", "2", "--warmup_steps", "1") == 0
-    assert run_here("--resume", "latest", "--max_steps", "4", "--total_batch_size", "96", "--allow_changes") == 0
+    assert run_here("--max_steps", "2", "--warmup_steps", "1", "--checkpoint_freq", "2") == 0
+    batch = ("--max_steps", "4", "--total_batch_size", "96", "--allow_changes")
+    assert run_here("--resume", "latest", *batch, "--checkpoint_freq", "2") == 0
     mix = ("--mix", "data:1,m=more:2", "--max_steps", "8", "--checkpoint_freq", "6", "--allow_changes")
     assert train.main([*TINY, "--resume", "latest", "--total_batch_size", "96", *mix]) == 0
     for name in ("latest.pt", "latest_backup.pt"):  # the run has crashed before step 8
@@ -198,6 +199,9 @@ def test_the_rows_of_a_step_are_those_that_it_trained_on(workdir, trained_on, ca
     assert {source for step, source in sources if step < 4} == {"data"}
     assert {source for step, source in sources if step >= 4} == {"data", "m"}
     assert len(rows_of(capsys, "--step", "5")) == 3
+    Path("checkpoints/rolling_step_000002.pt").unlink()
+    with pytest.raises(UserError, match="no older checkpoint is left in checkpoints"):
+        main(["--step", "1"])
 
 
 def test_weights_without_a_run_have_no_steps(workdir):
@@ -211,7 +215,7 @@ def test_weights_without_a_run_have_no_steps(workdir):
 def test_a_run_of_two_epochs_ends_with_their_last_row(workdir):
     assert run_here("--max_steps", "2", "--warmup_steps", "1") == 0
     path = workdir / "checkpoints" / "latest.pt"
-    two_epochs = with_options(load(path), max_steps=0, num_epochs=2)
-    assert find_step(two_epochs, path, 36)[1].start == 144
+    two_epochs = with_options(latest(workdir / "checkpoints"), max_steps=0, num_epochs=2)
+    assert rows_of_step(two_epochs, path, 36)[1].start == 144
     with pytest.raises(UserError, match="expected less than 37,"):  # 2 * (43 + 31) rows, 4 in a step
-        find_step(two_epochs, path, 37)
+        rows_of_step(two_epochs, path, 37)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from dataloader import Mixture, RowStream
+from dataloader import Mixture, Order, RowStream
 from steadygpt.base import durable
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig, parse_args
@@ -36,12 +36,15 @@ class Numbers(Shard):
     def tokens(self):
         return self.array
 
+    def check_unchanged(self):
+        pass
+
 
 def stream_of(source: int, num_rows: int = 700) -> RowStream:
     """Return a source of two shards, with rows of one token: row r of source s has the token 1000 * s + r."""
     first, second = num_rows // 2, num_rows - num_rows // 2
     shards = [Numbers(1000 * source, first + 1), Numbers(1000 * source + first, second + 1)]
-    return RowStream(shards, 1, TrainConfig(seed=7))
+    return RowStream(shards, 1, Order(seed=7, shuffle_shards=True, shuffle_rows=True))
 
 
 def mixture_of(shares: dict[str, int], number=0, first_row=0, given=None, seed=7) -> Mixture:
@@ -140,7 +143,7 @@ def test_a_change_at_any_row_leaves_each_source_a_prefix_of_its_own_stream(phase
     phase, row, found = None, 0, []
     for parts, count in phases:
         shares = shares_by_name(parts)
-        phase = next_phase(phase, row, shares, phase.rows_used_at(row, 7) if phase else {})
+        phase = next_phase(phase, row, shares)
         found += inputs_of(Mixture({name: stream_of(int(name)) for name in shares}, phase, 7), row, count)
         row += count
     tokens = np.array(found, int)
@@ -152,7 +155,7 @@ def test_a_change_at_any_row_leaves_each_source_a_prefix_of_its_own_stream(phase
 def test_a_phase_begins_where_the_mixture_changes():
     found, phase = [], None
     for row, shares in enumerate(({"a": 4096}, {"a": 4096}, {"a": 1, "b": 4095}, {"b": 4095, "a": 1}, {"a": 4096})):
-        phase = next_phase(phase, 10 * row, shares, {"a": 10 * row})
+        phase = next_phase(phase, 10 * row, shares)
         found.append((phase.number, phase.first_row))
     assert found == [(0, 0), (0, 0), (1, 20), (1, 20), (2, 40)]
 
@@ -232,7 +235,8 @@ def test_data_that_moved_is_the_same_data(sources):
     assert found.startswith("data/web: no such folder") and "--mix" in found
     moved = ("--mix", "elsewhere:7,data/code:3", "--resume", "latest")
     assert run_mixed(*moved, "--max_steps", "8", "--eval_freq", "4") == 0
-    assert [folder for folder, _ in sources_in(LATEST, "val_sets").values()] == ["elsewhere", "data/code"]
+    assert [folder for folder, _ in sources_in(LATEST).values()] == ["elsewhere", "data/code"]
+    assert {"val_loss/elsewhere", "val_loss/code"} <= evaluations("checkpoints")[8].keys()
 
 
 def test_the_plan_shows_each_source(sources, capsys):
@@ -291,22 +295,20 @@ def test_epochs_and_validation_sets_are_shown_by_name_and_the_first_set_decides(
     shown = capsys.readouterr().out.replace(" (best so far)", "")
     assert f"web: val loss {web:.4f}, {stored['val_bpb']:.4f} bits per byte | code: val loss {code:.4f}" in shown
     assert f"\nvalidation   web {web:.4f}, code {code:.4f}\n" in shown
-    assert "\nvalidation   384 tokens every 4 steps: about " in shown
+    assert run_mixed(*MIX, "--eval_freq", "4", "--dry_run") == 0
+    assert "\nvalidation   384 tokens every 4 steps: about " in capsys.readouterr().out
 
 
-def test_the_first_validation_set_stays_the_first_one(sources):
-    assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4") == 0
-    flags = "--resume", "latest", "--allow_changes", "--eval_freq", "4"
-    assert run_mixed(*OTHER, *flags, "--max_steps", "8", "--val", "math=data/math") == 0
-    assert [*sources_in(LATEST, "val_sets")] == ["web", "math"]
+def test_the_first_set_of_val_decides(sources):
+    assert run_mixed(*MIX, "--max_steps", "4", "--eval_freq", "4", "--val", "math=data/math,web=data/web") == 0
+    scores = evaluations("checkpoints")[4]
+    assert scores["val_loss"] == scores["val_loss/math"] != scores["val_loss/web"]
 
 
 def test_evaluating_reads_no_training_shards(sources, monkeypatch):
-    Path("data/web/manifest.json").unlink()
-    flags = "--tokenizer", "bytes", "--eval_freq", "4"
-    assert run_mixed("--data_dir", "data/web", *flags) == 0
-    Path("data/web").rename("moved")
+    assert run_mixed("--data_dir", "data/web", "--eval_freq", "4") == 0
+    shutil.copytree("data/web", "moved", copy_function=shutil.copy)  # with new dates
     read = []
     monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or durable.sha256_of(path))
-    assert run_mixed("--eval_only", "--data_dir", "moved", *flags) == 0
+    assert run_mixed("--eval_only", "--data_dir", "moved", "--eval_freq", "4") == 0
     assert {name.split("_")[1] for name in read} == {"val"}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY, environment, folders, in_ranks, load, run_here, write_data
-from ground import alter, metrics
+from ground import alter, metrics, options_in
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
 import prepare_dataset
@@ -26,8 +26,9 @@ from steadygpt.data.shards import check_listing
 from steadygpt.data.tokenizer import get_tokenizer
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.machine.ranks import joined
-from steadygpt.run.data import find_data
-from steadygpt.run.history import check_other_machines, open_history
+from steadygpt.start.data import find_data
+from steadygpt.start.find import Start
+from steadygpt.start.machines import check_other_machines
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have no 127.0.0.2, and no parent-death signal"
@@ -150,8 +151,8 @@ def refused(message: str, check) -> None:
 def refuse_to_resume(which: str, message: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
     os.environ["LOCAL_RANK"] = "0"
-    config, held = parse_args(["--resume", which])[0], contextlib.ExitStack()
-    refused(message, lambda ranks: open_history(config, {}, ranks, held))
+    with pytest.raises(UserError, match=message):
+        train.main([*TINY, "--data_dir", "../data", "--resume", which])
 
 
 @pytest.fixture
@@ -180,32 +181,26 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
     in_ranks(2, refuse_to_resume, which, "node0/checkpoints has newer checkpoints than rank 0's .*node1/checkpoints")
 
 
-def give_other_options() -> None:
-    enter_node()
-    own = ["--seed", "7", "--data_dir", "elsewhere"] if os.environ["RANK"] == "1" else []
-    config, given = parse_args([*TINY, *own, "--resume", "auto"])
-    with joined("cpu") as ranks, contextlib.ExitStack() as held:
-        history = open_history(config, given, ranks, held)
-    assert history.config.seed == 1337
-    line = f"ignored      --seed 7, --data_dir 'elsewhere' on {socket.gethostname()}; the options of rank 0 count"
-    assert history.notes[0] == line
-    assert history.notes[1].startswith("resumed ")
+def train_with_other_options() -> int:
+    own = ["--data_dir", "elsewhere", "--seed", "7"] if os.environ["RANK"] == "1" else []
+    return train_on_node("--resume", "auto", "--max_steps", "6", *own)
 
 
 def test_options_of_other_nodes_are_named_and_ignored(nodes):
-    in_ranks(2, give_other_options)
-
-
-def resume_the_folder() -> None:
-    enter_node()
-    config, given = parse_args([*TINY, "--resume", "checkpoints"])
-    with joined("cpu") as ranks, contextlib.ExitStack() as held:
-        notes = open_history(config, given, ranks, held).notes
-    assert notes[0].startswith("resumed ")
+    in_ranks(2, train_with_other_options)
+    options = options_in("node0/checkpoints/latest.pt")
+    assert (options.seed, options.data_dir) == (1337, "../data")
+    line = f"ignored      --data_dir 'elsewhere', --seed 7 on {socket.gethostname()}; the options of rank 0 count"
+    log = Path("node0/checkpoints/log.txt").read_text().splitlines()
+    assert log.count(line) == 1
+    assert "resumed      from checkpoints/latest.pt at step 4" in log
 
 
 def test_a_folder_that_only_node_0_has_is_no_other_option(nodes):
-    in_ranks(2, resume_the_folder)
+    in_ranks(2, train_on_node, "--resume", "checkpoints", "--max_steps", "6")
+    log = Path("node0/checkpoints/log.txt").read_text()
+    assert "resumed      from checkpoints/latest.pt at step 4" in log
+    assert "ignored" not in log
 
 
 def share_a_folder() -> None:
@@ -222,7 +217,7 @@ def test_a_shared_folder_is_not_another_nodes(nodes):
 def open_data_of_node(folder: str, message: str) -> None:
     enter_node()
     config = parse_args([*TINY, "--data_dir", folder])[0]
-    refused(message, lambda ranks: ranks.on_each(lambda: find_data(config)))
+    refused(message, lambda ranks: ranks.on_each(lambda: find_data(Start(config))))
 
 
 def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
@@ -236,7 +231,7 @@ def listing(folder: Path, last: int | None = None, **options) -> dict:
     write_data(folder, **options)
     if last is not None:  # the manifest stays
         np.load(folder / "tiny_train_000001.npy", mmap_mode="r+")[-1] = last
-    [source] = find_data(parse_args([*TINY, "--data_dir", str(folder)])[0]).sources
+    [source] = find_data(Start(parse_args([*TINY, "--data_dir", str(folder)])[0])).sources
     return {f"data/{Path(path).name}": about for path, about in source.shards.listing(reads=True).items()}
 
 

@@ -38,10 +38,10 @@ def typed(command: str) -> int:
 
 def test_the_test_preset_trains(workdir, capsys):
     write_data(workdir / "data/stdlib", num_tokens=(2000, 70000))
-    assert typed("python train.py --config test --mixed-precision bf16 --max-steps 1 --no-background-upload") == 0
+    assert typed("python train.py --config test --mixed-precision bf16 --max-steps 11 --no-background-upload") == 0
     out = capsys.readouterr().out
     assert ", bf16, attention by " in out
-    assert "finished after 1 step" in out
+    assert "finished after 11 steps" in out
     assert options_in("checkpoints/latest.pt").background_upload is False
 
 

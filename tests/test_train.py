@@ -159,9 +159,9 @@ def test_shards_of_other_tools_need_no_manifest(workdir):
 @pytest.mark.parametrize(("flags", "warmup"), [
     ((), 715), (("--max_steps", "100"), 10), (("--max_steps", "5"), 0),
     (("--warmup_steps", "99", "--max_steps", "100"), 99),
-    (("--config", "quickstart"), 40), (("--config", "quickstart", "--max_steps", "50"), 5),
+    (("--config", "quickstart"), 40), (("--config", "quickstart", "--max_steps", "50"), 40),
 ])  # fmt: skip
-def test_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup, capsys):
+def test_only_the_default_warmup_depends_on_the_length_of_the_run(workdir, flags, warmup, capsys):
     shape = ("--context_length", "16", "--num_heads", "4", "--embd_size", "16", "--num_layers", "1")
     batch = ("--total_batch_size", "64", "--mini_batch_size", "2", "--steps_per_epoch", "2000")
     assert train.main([*flags, *shape, *batch, "--data_dir", "data", "--dry_run"]) == 0
@@ -223,7 +223,7 @@ def test_the_gradient_of_a_second_term_is_added(workdir, inject):
     assert metrics("checkpoints", "grad_norm")[0] == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["epoch", "step", "time", "loss", "z_loss"])
+@pytest.mark.parametrize("name", ["epoch", "time", "mfu"])
 def test_a_number_with_a_name_that_is_in_use_is_refused(workdir, inject, name):
     inject.replace_loss_terms(terms_with_z_loss)
     inject.add_metrics(lambda model, rank: {name: torch.tensor(1.0)})
