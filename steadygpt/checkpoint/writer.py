@@ -89,7 +89,7 @@ class CheckpointWriter:
         self.interval_s = max(60 * self.config.checkpoint_minutes, min(pause_s / PAUSE_SHARE, LONGEST_S))
 
     def reason_to_stop(self) -> str:
-        """Return the reason of StopSignal to stop for, if saves cannot succeed any more; or ""."""
+        """Return the reason of Requests to stop for, if saves cannot succeed any more; or ""."""
         longest_s = MAX_FAILED * self.interval_s  # without a good save
         if self.is_lost:
             return "folder lost"
