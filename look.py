@@ -161,7 +161,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
     """
     config = TrainConfig(**checkpoint["options"])
     data = checkpoint["data"]
-    order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
+    order = Order.of(config)
     streams = {}  # identity of a source -> its rows
     files: dict[Shard, str] = {}
     for name, (folder, expected) in data["sources"].items():
@@ -177,6 +177,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "
                 f"{expected[:12]}...; copy those back"
             )
+        shards.check(checkpoint["model_config"]["vocab_size"], data["shards"])  # reads those that have changed since
         streams[expected] = RowStream(shards.shards, config.context_length, order)
         files |= {shard: printable(f"{name}, {shard.path.name}") for shard in shards.shards}
     epoch_rows = config.steps_per_epoch * config.rows_per_step or sum(rows.rows_per_epoch for rows in streams.values())

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,12 +20,14 @@ import torch
 from benchmarks.compare import benchmark_parser, compare, median_text, summary, synchronize, write_json
 from model import GPT, GPTConfig
 from optim import make_optimizer
+from steadygpt.base.durable import locked
 from steadygpt.checkpoint.host_copy import HostCopy
-from steadygpt.checkpoint.saves import CheckpointWriter
+from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import autocast, choose_precision
 from steadygpt.machine.ranks import Ranks, joined
+from steadygpt.start.find import IN_USE
 
 
 class Training:
@@ -56,13 +59,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="fewer are for trying this command (default: 12)")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure (default: a temporary folder)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks:
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary, joined("auto") as ranks, ExitStack() as stack:
         folder = Path(temporary)
         training = Training(args.rows, args.context, args.micro_steps, args.layers, ranks.device)
         config = TrainConfig(checkpoint_dir=temporary)
         log = RunLog(config, ranks)
         log.say = lambda text, stream=None: None  # else the writer reports each save
-        writer = CheckpointWriter(config, [], log)
+        lock = stack.enter_context(locked(folder, IN_USE))
+        writer = CheckpointWriter(config, lock, log)
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []
 
@@ -85,7 +89,7 @@ def main() -> None:
             writer.wait()  # as in training: the copy reuses the memory that the writer reads
             step = len(paused["SteadyGPT"])
             tensors = training.host_copy.copy(training.model, training.optimizer)
-            writer.submit(writer.save, step, {"step": step, **tensors}, [])
+            writer.start({"step": step, **tensors}, [])
             writer.job.add_done_callback(lambda _: durable.append(time.perf_counter() - start))
 
         def save_in_place() -> None:

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from benchmarks.compare import benchmark_parser, compare, synchronize
-from dataloader import BatchLoader, Mixture, RowStream
+from dataloader import BatchLoader, Mixture, Order, RowStream
 from model import GPT, GPTConfig
-from steadygpt.config import TrainConfig
 from steadygpt.data.order import Phase, shares_of_block
 from steadygpt.data.shards import Shard, open_shard
 from steadygpt.machine.device import autocast, choose_precision
 
 TOKENS = 100_000_000
+SHUFFLED = Order(shuffle_shards=True, shuffle_rows=True)
 
 
 def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, device: str):
@@ -41,12 +41,10 @@ def nanogpt_get_batch(checkout: Path, data_dir: Path, rows: int, context: int, d
 def four_sources(shard: Shard, context: int) -> Mixture:
     """Return a mixture of the quarters of a shard."""
     size = shard.num_tokens // 4
-    streams = {
-        str(i): RowStream(
-            [replace(shard, offset=i * size * shard.dtype.itemsize, num_tokens=size)], context, TrainConfig(seed=0)
-        )
-        for i in range(4)
-    }
+    streams = {}
+    for i in range(4):
+        quarter = replace(shard, offset=i * size * shard.dtype.itemsize, num_tokens=size)
+        streams[str(i)] = RowStream([quarter], context, SHUFFLED)
     shares = shares_of_block({str(i): Fraction(4 - i) for i in range(4)})
     return Mixture(streams, Phase(0, 0, shares, rows_used_before={}), seed=0)
 
@@ -92,7 +90,7 @@ def main() -> None:
         folder = Path(temporary)
         random = np.random.default_rng(0)
         random.integers(0, 50257, TOKENS).astype(np.uint16).tofile(folder / "train.bin")
-        stream = RowStream([open_shard(folder / "train.bin")], T, TrainConfig())
+        stream = RowStream([open_shard(folder / "train.bin")], T, SHUFFLED)
         loader = BatchLoader(stream, [range(2**40)], B, device)
         mixed = BatchLoader(four_sources(open_shard(folder / "train.bin"), T), [range(2**40)], B, device)
         sides = {"SteadyGPT": loader.next, "SteadyGPT, 4 sources": mixed.next}

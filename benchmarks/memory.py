@@ -47,24 +47,27 @@ COLUMNS = ("ranks", "sharding", "precision", "variant", "rows", "peak GB", "plan
 
 
 def train_once(folder: Path, options: list[str], ranks: int, keep_freed: bool) -> tuple[float, float, float, str]:
-    """Train; return rank 0's peak memory and the plan's estimate in GB, the seconds of the last step and its rows."""
+    """Plan, then train; return rank 0's peak memory and the plan's estimate in GB, the seconds of a step, its rows."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     script = [str(REPO / "train.py")] if keep_freed else [str(REPO / "benchmarks/memory.py"), "train"]
     command = [sys.executable, *torchrun, *script, *QUIET, *options, *PLACES]
     glibc = {} if keep_freed else dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
     shutil.rmtree(folder / "c", ignore_errors=True)  # left by the previous run
     environment = os.environ | glibc | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
+
+    def output_of(*further: str) -> str:
+        done = subprocess.run([*command, *further], cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stderr[-1000:]}")
+        return done.stdout
+
+    plan = output_of("--dry_run")
+    output_of()
     records = [json.loads(line) for line in (folder / "c" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "memory_gb" in record][-1]  # others are of the machine
-    size = r"([\d,.]+) (kB|MB|GB|TB)"
-    on_device = re.search(rf"^memory +about {size}", done.stdout, re.MULTILINE)
-    in_host = re.search(rf"^host memory .* gradients and optimizer {size}", done.stdout, re.MULTILINE)
-    plan = sum(float(match[1].replace(",", "")) * UNITS[match[2]] for match in (on_device, in_host) if match)
-    rows = re.search(r"tokens \(([\d,]+) rows? x", done.stdout)[1]
-    return last["memory_gb"], plan, last["step_ms"] / 1000, rows
+    number, unit = re.search(r"^memory +about ([\d,.]+) (kB|MB|GB|TB)", plan, re.MULTILINE).groups()
+    rows = re.search(r"tokens \(([\d,]+) rows? x", plan)[1]
+    return last["memory_gb"], float(number.replace(",", "")) * UNITS[unit], last["step_ms"] / 1000, rows
 
 
 def train_rank() -> int:

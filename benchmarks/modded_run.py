@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.reference_run import arguments, device_and_precision, train
-from steadygpt.run.data import find_data
+from benchmarks.reference_run import arguments, train
 
 SCRIPT = "records/track_3_optimization/train_gpt_simple.py"
 
@@ -42,9 +41,7 @@ def definitions_and_setup(script: Path) -> tuple[list[ast.stmt], list[ast.stmt]]
 
 
 def main(argv: Sequence[str]) -> None:
-    checkout, factor, out, config = arguments(argv)
-    data = find_data(config)
-    device, _ = device_and_precision(config)
+    checkout, factor, out, config, data, device = arguments(argv)
     script = checkout / SCRIPT
     definitions, setup = definitions_and_setup(script)
     if not config.compiles(device.type):

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.reference_run import DTYPES, arguments, device_and_precision, train
-from steadygpt.run.data import find_data
+from benchmarks.reference_run import arguments, train
 
 OPTIONS = ("weight_decay", "embedding_lr", "unembedding_lr", "scalar_lr", "matrix_lr", "warmup_steps", "warmdown_ratio",
            "final_lr_frac")  # fmt: skip
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SCHEDULES = ("get_lr_multiplier", "get_muon_momentum", "get_weight_decay")
 
 
@@ -48,10 +48,8 @@ def options_and_schedules(script: Path) -> tuple[dict[str, float], list[ast.stmt
 
 
 def main(argv: Sequence[str]) -> None:
-    checkout, factor, out, config = arguments(argv)
-    data = find_data(config)
-    device, precision = device_and_precision(config)
-    os.environ["NANOCHAT_DTYPE"] = DTYPES[precision]  # read when nanochat is imported
+    checkout, factor, out, config, data, device = arguments(argv)
+    os.environ["NANOCHAT_DTYPE"] = DTYPES[config.precision]  # read when nanochat is imported
     sys.path.insert(0, str(checkout))
     from nanochat.gpt import GPT, GPTConfig
 

@@ -88,6 +88,7 @@ from steadygpt.base.options import UserError, run_cli
 from steadygpt.base.text import counted, duration_text
 from steadygpt.config import FIELDS, parse_args
 from steadygpt.data.tokenizer import TOKENIZER_JSON
+from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.machine.device import choose_precision
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ SWEEP_124M: Sweep = {
 LENGTHS = (0.2, 0.3, 0.7, 1.0)  # of the recipe's final runs, in steps of the references
 PACKAGES = REPO / "benchmarks/packages.txt"
 HELD_OUT = ("nltk-", "pylint-", "scrapy-", "sphinx-")
+LOSSES = "losses.json"  # of a finished run: step -> validation loss, null where it is not finite
 POINTS = 20  # of a curve, at least
 WARM_UP = 30  # the warm-up of GPT-2 and nanoGPT is 1 / WARM_UP of the steps
 ROUNDS = 7  # of the timing
@@ -307,7 +309,7 @@ class Study:
         program = ["train.py"]
         if run.side in RUNNERS:
             factor = dict(run.changes)["factor"]
-            out = folder / "evaluations.json"
+            out = folder / LOSSES
             program = ["-m", RUNNERS[run.side], str(self.checkouts[run.side]), str(factor), str(out)]
         return [sys.executable, *program, *flags(**(self.options(run) | own))], REPO
 
@@ -326,14 +328,9 @@ class Study:
 
     def losses(self, run: Run) -> dict[int, float]:
         """Return step -> validation loss, inf where the run has diverged."""
-        file = self.folder(run) / "evaluations.json"
-        evaluations = json.loads(file.read_text()) if file.exists() else {}
-        losses = {}
-        for scores_by_step in evaluations.values():
-            for step, scores in scores_by_step.items():
-                loss = scores["val_loss"]
-                losses[int(step)] = math.inf if loss is None or math.isnan(loss) else loss
-        return losses
+        file = self.folder(run) / LOSSES
+        losses = json.loads(file.read_text()) if file.exists() else {}
+        return {int(step): math.inf if loss is None or math.isnan(loss) else loss for step, loss in losses.items()}
 
     def loss(self, run: Run) -> float | None:
         """Return the loss at the end of a run; None if it has not finished."""
@@ -446,28 +443,35 @@ def train(study: Study, run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
     output = ""
-    points = {}
+    points: dict[int, float | None] = {}
     try:
         output = output_of(*study.command(run, folder), folder / "out.txt")
     except UserError:
         status = folder / "status.json"
         if not status.exists() or "non-finite" not in json.loads(status.read_text()).get("reason", ""):
             raise
-        points = study.losses(run) | {run.steps: math.nan}
+        points = logged_losses(folder) | {run.steps: None}
     if run.side == "nanogpt":
-        points = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)", output, re.M)}
-        del points[0]
-        if not math.isnan(points[run.steps]):
+        for step, text in re.findall(r"^step (\d+): .*val loss (\S+)", output, re.M)[1:]:
+            loss = float(text)
+            points[int(step)] = loss if math.isfinite(loss) else None
+        if points[run.steps] is not None:
             points[run.steps] = evaluate(study, folder / "ckpt.pt")
+    if not points and run.side not in RUNNERS:
+        points = logged_losses(folder)
     if points:
-        evaluations = {"": {step: {"val_loss": loss} for step, loss in points.items()}}
-        (folder / "evaluations.json").write_text(json.dumps(evaluations, indent=1))
+        (folder / LOSSES).write_text(json.dumps(points, indent=1))
     if study.loss(run) is None:
         raise UserError(f"{folder}: stopped before step {run.steps}. Run the same command again")
     if not resumes:
         (folder / "seconds.json").write_text(json.dumps(round(time.monotonic() - start_s, 1)))
     for weights in folder.glob("*.pt"):
         weights.unlink()
+
+
+def logged_losses(folder: Path) -> dict[int, float | None]:
+    """Return step -> validation loss of a run of our train.py, None where it is not finite."""
+    return {int(record["step"]): record["val_loss"] for record in read_records(folder / METRICS, "val_loss")}
 
 
 def evaluate(study: Study, weights: Path) -> float:

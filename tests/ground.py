@@ -44,8 +44,8 @@ from steadygpt.mirror.store import Mirror
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.run import saving
 from steadygpt.start import build, memory
-from steadygpt.start.data import open_data
-from steadygpt.start.find import find_start, with_checkpoint_dir
+from steadygpt.start import data as start_data
+from steadygpt.start.find import Start, find_start, with_checkpoint_dir
 from steadygpt.start.settle import settle
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def built(*flags: str, ranks: Ranks | None = None):
     ranks = ranks or Ranks(CPU)
     command, set_by = parse_args([*TINY, *flags, "--dry_run"])
     start = find_start(with_checkpoint_dir(command, set_by), set_by, ranks)
-    data = open_data(start, ranks)
+    data = start_data.open_data(start, ranks)
     config = settle(start, data, ranks)
     build.check_start(start, config, data)
     return build.build(start, config, data, ranks, RunLog(config, ranks))
@@ -272,7 +272,9 @@ def add_metrics(measure: Callable[[Any, int], dict[str, torch.Tensor]]) -> None:
         return train_step(run, batches)
 
     def more_numbers(ranks, columns, requests):
-        return step_numbers(ranks, columns | measure(models[0], ranks.rank), requests)
+        measured = measure(models[0], ranks.rank)
+        columns = columns | {name: parallel.full_tensor(scalar) for name, scalar in measured.items()}
+        return step_numbers(ranks, columns, requests)
 
     train.train_step = wrapped_step
     Ranks.step_numbers = more_numbers
@@ -457,6 +459,13 @@ def phase_in(path) -> Phase:
     return Phase(**load(path)["data"]["phase"])
 
 
+def next_phase(before: Phase | None, row: int, shares: dict[str, int], seed: int = 7) -> Phase:
+    """Return the phase of a launch at a row, with these shares of the sources; without one before, the first."""
+    checkpoint = {"data": {"phase": before, "sources": {}}, "rows_consumed": row} if before else None
+    start = Start(TrainConfig(seed=seed, allow_changes=True), checkpoint)
+    return start_data.next_phase(start, {}, shares)
+
+
 def rows_given_in(path) -> dict[str, int]:
     """Return identity -> rows of a source, or of an earlier one, that the steps before the current phase have used."""
     return phase_in(path).rows_used_before
@@ -568,6 +577,13 @@ def alter(path, change: Callable[[dict], object] = bool, **fields) -> None:
     torch.save(content | fields, path)
 
 
+def mock_log(folder) -> mock.Mock:
+    """Return a stand-in for the log of a run that has locked the folder."""
+    Path(folder).mkdir(exist_ok=True)
+    lock = open(Path(folder, ".lock"), "a")
+    return mock.Mock(folder_lock=lock, size_of=lambda name: 0)
+
+
 class Writer(CheckpointWriter):
     """A writer of a run's checkpoints."""
 
@@ -577,7 +593,6 @@ class Writer(CheckpointWriter):
         self.wait()
 
 
-def writer_of(config: TrainConfig, log, mirror: Mirror | None = None, content: dict | None = None) -> Writer:
+def writer_of(config: TrainConfig, log, uploads: Uploads | None = None) -> Writer:
     """Return the writer of a run's checkpoints: save(step, content, names), start(content, names), wait."""
-    uploads = Uploads(mirror, config, log) if mirror else None
     return Writer(config, log.folder_lock, log, after_write=uploads.start if uploads else lambda: None)

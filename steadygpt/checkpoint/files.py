@@ -232,7 +232,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         problem = f"{folder}: cannot be read ({error.strerror})"
-        raise Unreadable(f"{problem}; change its permissions, or fix the disk") from error
+        raise Unreadable(f"{problem}; fix the disk or the permissions, or give another path") from error
     rolling = [name for name in found if re.fullmatch(r"rolling_step_.*\.pt", name)]
     epochs = [name for name in found if re.fullmatch(r"epoch_.*\.pt", name)]
     names = [LATEST, STABLE, *rolling, BACKUP, *epochs, BEST]

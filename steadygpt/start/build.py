@@ -129,15 +129,14 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
 
 
 def check_shards(start: Start, config: TrainConfig, data: Data) -> list[tuple[str, int, int]]:
-    """Read the shards of a run that trains, on rank 0, unless they are as an earlier launch has found them.
+    """Read the shards that a run uses, on rank 0, unless they are as an earlier launch has found them.
 
-    Returns: the stamps of all shards that are known to be intact.
+    Returns: their stamps.
     """
     known = start.data["shards"] if start.data else []
-    if not config.trains:
-        return known
+    used = data.sets if config.trains else [val_set.shards for val_set in data.val_sets]
     stamps: list[tuple[str, int, int]] = []
-    for shards in data.sets:
+    for shards in used:
         stamps += shards.check(config.vocab_size, known)
     return stamps
 

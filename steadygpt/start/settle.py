@@ -41,11 +41,11 @@ def _settle_on_main(start: Start, data: Data, memory: int, ranks: Ranks) -> tupl
         tokenizer=data.tokenizer_record.tokenizer,
         vocab_size=data.vocab_size,
     )
-    if requested.micro_steps:
-        in_micro_steps = requested.with_tokens_of_step(world_size)
-        if not start.checkpoint:
-            requested = in_micro_steps
-        elif in_micro_steps.total_batch_size != requested.total_batch_size:
+    if requested.micro_steps and not start.checkpoint:
+        requested = requested.with_tokens_of_step(world_size)
+    elif requested.micro_steps:
+        tokens_of_micro_step = requested.mini_batch_size * requested.context_length * world_size
+        if requested.micro_steps * tokens_of_micro_step != requested.total_batch_size:
             text = f"--micro_steps {requested.micro_steps}; the run has {requested.total_batch_size:,} tokens per step"
             notes.append(labelled("ignored", text))
     if start.config.tokenizer == "auto" and not start.checkpoint:

@@ -31,10 +31,9 @@ OURS = r"""
     steadygpt/machine/host.py: Path('/proc/meminfo').read_text()
     steadygpt/machine/ranks.py: Path('/proc/1/cmdline').read_bytes()
     steadygpt/machine/device.py: cpu_flags.read_text()
-    steadygpt/run/identity.py: MACHINE_ID.read_bytes()
     steadygpt/base/options.py: os.open(os.devnull, os.O_WRONLY)
     steadygpt/base/options.py: open(os.devnull, 'w')
-    steadygpt/run/history.py: mark.touch()    # a name that was just drawn
+    steadygpt/start/machines.py: mark.touch()    # a name that was just drawn
     steadygpt/base/durable.py: os.open(folder, os.O_RDONLY)    # to fsync a folder
 
     generate.py: Path(path).read_bytes()    # a prompt, named by the user, who may name a pipe
@@ -43,7 +42,7 @@ OURS = r"""
     steadygpt/base/durable.py: shutil.copy2(source, temporary)    # a file that was just written
 
     convert_hf.py: torch.save(content, file)    # an open file, or an object of ours
-    steadygpt/checkpoint/saves.py: torch.save(checkpoint, file)
+    steadygpt/checkpoint/writer.py: torch.save(checkpoint, file)
     steadygpt/checkpoint/files.py: zipfile.ZipFile(file)
     steadygpt/checkpoint/files.py: _Plain(io.BytesIO(pickled)).load()
     steadygpt/checkpoint/files.py: load(self)
@@ -56,7 +55,7 @@ OURS = r"""
 """
 ALLOWED = {line.partition("  #")[0].strip() for line in OURS.splitlines() if line.strip()}
 # With methods so named.
-OBJECTS = {"Suite", "Manifest", "Expected", "run.saves", "manifest", "log", "self", "shards", "tl"}
+OBJECTS = {"Suite", "Manifest", "manifest", "log", "run.log", "self", "shards", "tl"}
 
 
 def calls_that_open():

@@ -15,7 +15,8 @@ from steadygpt.config import TrainConfig
 from steadygpt.data.shards import headerless_dtype, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
 from steadygpt.prepare import ids
-from steadygpt.run.data import find_data
+from steadygpt.start.data import find_data
+from steadygpt.start.find import Start
 
 VAL = "--val_tokens 0"
 
@@ -65,7 +66,7 @@ def test_ids_of_another_width_are_refused_by_both_commands(written, factor, toke
     message = f"data/train.bin: found ids that look like {written}, without a header; expected {expected}, because the"
     refused(f"--source data/train.bin --tokenizer {tokenizer}", message)
     with pytest.raises(UserError, match=message) as raised:
-        find_data(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16))
+        find_data(Start(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16)))
     advice = re.search(r"numpy\.save\(.*\)(?=, and remove)", str(raised.value))
     eval(advice[0], {"numpy": np})
     assert open_shard(Path("data/train.npy")).tokens().tolist() == (IDS * factor).tolist()
@@ -90,7 +91,7 @@ def test_training_reads_the_width_that_the_vocabulary_implies():
     Path("large.json").rename("tokenizer.json")
     for split in ("train", "val"):
         (IDS + 100_000).astype("<u4").tofile(f"{split}.bin")
-    data = find_data(TrainConfig(data_dir=".", context_length=16, shuffle_rows=False))
+    data = find_data(Start(TrainConfig(data_dir=".", context_length=16, shuffle_rows=False)))
     for source in (*data.sources, *data.val_sets):
         assert source.rows.read(0, 2)[:, 0].tolist() == (IDS[[0, 16]] + 100_000).tolist()
 

@@ -46,14 +46,14 @@ def test_summary_counts_skipped_updates(workdir, inject):
 
 def test_summary_of_a_resumed_run_has_its_whole_time_and_an_earlier_validation_with_its_bits_if_recorded(workdir):
     run_here("--eval_freq", "8", "--max_steps", "9", "--checkpoint_freq", "9")
-    bits = metrics("checkpoints", "val_bpb")[8]
+    bits = metrics("checkpoints", "val_bpb")[9]
     run_here("--resume", "latest", "--max_steps", "11")
     found = summary(workdir)
     assert re.fullmatch(r"\d.* s in total; since this launch .* s, .* of it training \(2 steps\)", found["time"])
     assert all("since this launch" in found[name] for name in ("speed", "memory", "saves"))
     assert found["tokens"].startswith("704, ") and f" ({bits:.4f} bits per byte), best " in found["loss"]
     forget_scores("checkpoints", "val_bpb")
-    run_here("--resume", "latest", "--max_steps", "12")
+    run_here("--resume", "checkpoints/rolling_step_000009.pt", "--max_steps", "12")
     assert ", validation " in summary(workdir)["loss"] and "bits" not in summary(workdir)["loss"]
 
 
