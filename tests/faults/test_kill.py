@@ -224,7 +224,7 @@ def test_kill_at_each_call_of_a_save(short_run, call):
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize(("ranks", "call"), product((2, 3, 4), range(len(CALLS) + 6)))
+@pytest.mark.parametrize(("ranks", "call"), [*product((2, 3, 4), range(len(CALLS) + 6))])
 def test_kill_of_several_ranks_at_each_call_of_a_save(reference, ranks, call):
     """Rank 0 saves; the others end when they lose it."""
     flags = (*SHORT, "--total_batch_size", "384")
