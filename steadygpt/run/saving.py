@@ -118,7 +118,8 @@ def finish_uploads(uploads: Uploads | None, requests: Requests, log: RunLog) -> 
         log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
     wait_for_uploads(uploads, requests.take_interrupt, requests.ranks, log)
     if uploads and uploads.thread.is_alive() and not uploads.is_done():
-        log.warn("not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all")
+        command = f"scripts/upload_manager.py upload-all --mirror {uploads.mirror.url}"
+        log.warn(f"not everything is uploaded; upload the rest with {command}")
 
 
 def wait_for_uploads(uploads: Uploads | None, is_stopped: Callable[[], bool], ranks: Ranks, log: RunLog) -> None:
