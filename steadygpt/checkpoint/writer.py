@@ -104,9 +104,9 @@ class CheckpointWriter:
             return False
         return best is None or best.validated_on != validated_on or val_loss < best.val_loss
 
-    def is_saved(self) -> bool:
-        """Return whether the last save was successful."""
-        return self.job is not None and self.failed == 0
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the names that no checkpoint has."""
+        return [name for name in names if name not in self.orders]
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight, or for `timeout_s`, and return whether none is."""
