@@ -1,4 +1,4 @@
-"""A folder is a run: moved, it is the same run; a copy beside it is another one. A file from elsewhere decides no place."""
+"""A folder is a run: moved, it is the same run; a copy beside it is another. A file from elsewhere decides no place."""
 
 import json
 import os
@@ -42,7 +42,8 @@ STORIES: dict[str, tuple[str, Logs, str]] = {
         f"{FIRST}\nmkdir y; mv one y\nresume y/one --max_steps 6 --use_tensorboard --mirror $URL",
         {"y/one": ("aa", range(6)), "there": ("aa", range(6))}, ""),
     "a backup that is restored to its place": (
-        f"{FIRST}\ncp -r one backup; rm -r one; mv backup one\nresume one --max_steps 6 --use_tensorboard --mirror $URL",
+        f"{FIRST}\ncp -r one backup; rm -r one; mv backup one\n"
+        "resume one --max_steps 6 --use_tensorboard --mirror $URL",
         {"one": ("aa", range(6)), "there": ("aa", range(6))}, ""),
     "a backup at another place": (
         f"{FIRST}\ncp -r one x; rm -r one\n{WITH_MIRROR}", {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
