@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Upload checkpoints to a mirror (train.py --mirror), list or download them.
 
-scripts/upload_manager.py upload-all                                # files of checkpoints/ that the mirror lacks
+scripts/upload_manager.py upload-all --mirror s3://bucket/run       # files of checkpoints/ that the mirror lacks
 scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
 """
@@ -36,11 +36,8 @@ class ManagerOptions:
         MISSING, "upload-all, list or download", choices=("upload-all", "list", "download"), positional=True
     )
     name: str = option("latest", "to download: latest, best, stable or one in the list; else a folder", positional=True)
-    mirror: str = option("", "URL of the mirror (default: that of the run in checkpoint_dir)", no_password=True)
+    mirror: str = option("", "URL of the mirror", no_password=True)
     checkpoint_dir: str = option("checkpoints", "local folder of checkpoints")
-
-
-OF_COPY = "It has no mirror: resume from it with a --mirror of its own, which uploads it"
 
 
 def upload_all(url: str, folder: Path) -> None:
@@ -52,7 +49,8 @@ def upload_all(url: str, folder: Path) -> None:
             raise UserError(f"{newest.path}: converted weights; expected a checkpoint of a run")
         run = read_run(folder)
         if run.copied_from:
-            raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
+            advice = "it has no mirror: resume from it with a --mirror of its own, which uploads it"
+            raise UserError(f"{folder}: a copy of {run.copied_from}; {advice}")
         config = TrainConfig(**newest.checkpoint["options"])
         config = replace(config, checkpoint_dir=str(folder), run_name=run.name, mirror=url)
         uploads = open_uploads(run.id, config, RunLog(config, Ranks(torch.device("cpu"))))
@@ -89,19 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.name if is_folder else options.checkpoint_dir)
     if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
-    run = read_run(folder)
-    url = options.mirror or run.mirror
-    if not url and (folder / RUN).exists() and run.copied_from:
-        raise UserError(f"{folder}: a copy of {run.copied_from}. {OF_COPY}")
-    if not url:
-        problem = f"missing, and {folder / RUN} names none"
-        raise OptionError("mirror", problem, "a URL such as s3://bucket/run")
+    if not options.mirror:  # run.json has that of the last launch, but a folder may come from elsewhere
+        raise OptionError("mirror", "missing", "a URL such as s3://bucket/run")
     if options.action == "list":
-        return print_checkpoints(folder, url)
+        return print_checkpoints(folder, options.mirror)
     if options.action == "download":
-        download(Mirror(url), options.name, folder)
+        download(Mirror(options.mirror), options.name, folder)
     else:
-        upload_all(url, folder)
+        upload_all(options.mirror, folder)
     return 0
 
 

@@ -164,10 +164,9 @@ def test_a_text_is_split_tokenized_and_trained_on(tmp_path):
     linux_text.main([str(tarball), str(tmp_path / "linux.jsonl.gz")])
     options = ["--scale", "tiny-text", "--text", str(tmp_path / "linux.jsonl.gz"), "--out", str(tmp_path / "out")]
     assert tokens_to_loss.main([*options, "--only", "sweep/gpt2 max_lr 0.001*"]) == 0
-    [evaluations] = (tmp_path / "out" / "tiny-text").glob("*/evaluations.json")
-    [scores] = json.loads(evaluations.read_text()).values()
-    assert "20" in scores
-    assert not list(evaluations.parent.glob("*.pt"))
+    [file] = (tmp_path / "out" / "tiny-text").glob("*/losses.json")
+    assert "20" in json.loads(file.read_text())
+    assert not list(file.parent.glob("*.pt"))
     (tmp_path / "out" / "tiny-text" / "tokens.sha256").write_text("those of another text")
     assert tokens_to_loss.main([*options, "--only", "sweep/gpt2 max_lr 0.001*"]) == 0  # has finished
     with pytest.raises(UserError, match="tokens that differ"):

@@ -290,7 +290,7 @@ CHECKPOINTS: list[tuple] = [
     ("train --resume lates", "--resume lates: no such file"),
     ("train --resume data", "no checkpoints in data; try another --checkpoint_dir"),
     ("train --resume weights.pt", "not a checkpoint of SteadyGPT", lambda: torch.save({"weight": 0}, "weights.pt")),
-    ("upload_manager list", "--mirror is missing, and checkpoints/run.json names none"),
+    ("upload_manager list", "--mirror is missing; expected a URL"),
     ("upload_manager upload-all best", "upload-all best: expected no name"),
     ("train --list_checkpoints", "no checkpoints in checkpoints; try another"),
     ("look --step 1", "no checkpoints in checkpoints; try another --checkpoint_dir"),

@@ -35,6 +35,8 @@ def save_if_due(run: Run, is_due: bool) -> None:
     """
     state = run.state
     names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
+    if state.step and not run.meter.steps:  # resumed here: only names that a kill has left out, the others stay
+        names = run.ranks.broadcast(run.writer.missing(names) if run.writer else names)
     if run.is_best:
         names.append(BEST)
     if (is_due or names) and run.saved != (state.step, state.scores):
@@ -118,7 +120,8 @@ def finish_uploads(uploads: Uploads | None, requests: Requests, log: RunLog) -> 
         log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
     wait_for_uploads(uploads, requests.take_interrupt, requests.ranks, log)
     if uploads and uploads.thread.is_alive() and not uploads.is_done():
-        log.warn("not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all")
+        command = f"scripts/upload_manager.py upload-all --mirror {uploads.mirror.url}"
+        log.warn(f"not everything is uploaded; upload the rest with {command}")
 
 
 def wait_for_uploads(uploads: Uploads | None, is_stopped: Callable[[], bool], ranks: Ranks, log: RunLog) -> None:

@@ -520,7 +520,7 @@ def test_unreachable_mirror(s3_url, capsys, monkeypatch):
     with pytest.raises(UserError, match="no answer"):  # auto starts no new run beside one that it cannot see
         tell("start two --resume auto --mirror $URL")
     tell("AWS_ENDPOINT_URL=$THERE")
-    assert upload_manager.main(["upload-all", "--checkpoint_dir", "one"]) == 0
+    assert upload_manager.main(["upload-all", "--mirror", s3_url, "--checkpoint_dir", "one"]) == 0
     assert uploaded(s3_url)["latest.pt"] == 6
 
 
@@ -551,7 +551,7 @@ def test_upload_manager(url, capsys):
     assert capsys.readouterr().out.count("  missing or incomplete\n") == 3
 
 
-def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(url, capsys):
+def test_table_of_a_mirror_and_upload_all(url, capsys):
     tell(f"train {FLAGS} --mirror $URL --no-background-upload")
     tables = []
     for flags in ("", "--mirror $URL"):
@@ -564,6 +564,6 @@ def test_table_of_a_mirror_and_upload_all_to_the_one_of_the_run(url, capsys):
         tables[1][1].endswith("complete") and tables[1][1].split()[5] == f"{metrics('checkpoints', 'val_bpb')[8]:.4f}"
     )
     tell("rm -r there")
-    assert upload_manager.main(["upload-all"]) == 0
+    assert upload_manager.main(["upload-all", "--mirror", url]) == 0
     assert "latest.pt, rolling_step_000008.pt" in capsys.readouterr().out
-    assert upload_manager.main(["list"]) == upload_manager.main(["list", "checkpoints"]) == 0
+    assert upload_manager.main(["list", "--mirror", url]) == 0
