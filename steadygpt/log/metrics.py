@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from steadygpt.base.durable import fsync, lines_from_end, replace_file
-from steadygpt.base.opening import open_to_read, open_to_write, read_file
+from steadygpt.base.durable import fsync, lines_from_end
+from steadygpt.base.opening import open_to_read, open_to_write
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
@@ -57,10 +57,6 @@ class LineFile:
 
     def __init__(self, path: Path):
         self.path = path
-        # If the folder is a copy that is made of hard links, the original must keep its own file.
-        if path.exists() and path.stat().st_nlink > 1:
-            content = read_file(path, LARGEST_LOG)
-            replace_file(path, lambda file: file.write(content))
         self.file = open_to_write(path, "a+b")
         size = self.file.seek(0, os.SEEK_END)
         if size:
