@@ -40,7 +40,6 @@ from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.ranks import Ranks
-from steadygpt.mirror.store import Mirror
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.run import saving
 from steadygpt.start import build, memory

@@ -263,7 +263,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         status = 1
         print(f"error: {printable(str(error))}", file=sys.stderr)
     except KeyboardInterrupt as interrupt:
-        status = 128 + signal.Signals.__members__.get(str(interrupt), signal.SIGINT)  # named by StopSignal
+        status = 128 + signal.Signals.__members__.get(str(interrupt), signal.SIGINT)  # named by Requests
         sys.unraisablehook = lambda _: None  # the destructors of objects that Ctrl-C left half-built may fail
     except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
         mute(sys.stdout)

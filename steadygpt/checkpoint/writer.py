@@ -21,10 +21,10 @@ from steadygpt.machine.device import compute_alone
 PAUSE_SHARE = 0.01  # of the time: timed saves that pause training for longer become rarer
 LONGEST_S = 600.0  # between them, also after a save during which the machine was suspended
 MAX_FAILED = 10  # consecutive failed saves, and intervals of timed saves without a good one, after which a run stops
-# Temporary files that killed writers and downloads have left.
+# Temporary files that killed writers, downloads and launches of several ranks have left.
 STALE = re.compile(
     r"\.((latest|latest_backup|best_model|stable|rolling_step_\d+|epoch_\d+|step_\d+-[\d.]+)\.pt|(run|status)"
-    r"\.json|upload)\.tmp"
+    r"\.json|upload|[0-9a-f]{16})\.tmp"
 )
 
 
@@ -89,7 +89,7 @@ class CheckpointWriter:
         self.interval_s = max(60 * self.config.checkpoint_minutes, min(pause_s / PAUSE_SHARE, LONGEST_S))
 
     def reason_to_stop(self) -> str:
-        """Return the reason of StopSignal to stop for, if saves cannot succeed any more; or ""."""
+        """Return the reason of Requests to stop for, if saves cannot succeed any more; or ""."""
         longest_s = MAX_FAILED * self.interval_s  # without a good save
         if self.is_lost:
             return "folder lost"
@@ -104,9 +104,9 @@ class CheckpointWriter:
             return False
         return best is None or best.validated_on != validated_on or val_loss < best.val_loss
 
-    def is_saved(self) -> bool:
-        """Return whether the last save was successful."""
-        return self.job is not None and self.failed == 0
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Return the names that no checkpoint has."""
+        return [name for name in names if name not in self.orders]
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight, or for `timeout_s`, and return whether none is."""

@@ -35,6 +35,8 @@ def save_if_due(run: Run, is_due: bool) -> None:
     """
     state = run.state
     names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
+    if state.step and not run.meter.steps:  # resumed here: only names that a kill has left out, the others stay
+        names = run.ranks.broadcast(run.writer.missing(names) if run.writer else names)
     if run.is_best:
         names.append(BEST)
     if (is_due or names) and run.saved != (state.step, state.scores):

@@ -16,7 +16,18 @@ from ground import assert_same_state, evaluations, latest, phase_in
 from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes
 from injected import kill_at, record_save_calls
 
-FLAGS = ("--checkpoint_freq", "1", "--keep_checkpoints", "3", "--dropout", "0.1")
+FLAGS = "--checkpoint_freq 1 --keep_checkpoints 3 --dropout 0.1 --eval_freq 7 --eval_tokens 64".split()
+
+
+def assert_same_files(name: str) -> None:
+    """Assert that the folder `name` has the files of "reference", and its checkpoints the same states and scores."""
+    assert sorted(os.listdir(name)) == sorted(os.listdir("reference"))
+    for path in Path(name).glob("*.pt"):
+        found, expected = load(path), load(f"reference/{path.name}")
+        assert_same_state(expected, found)
+        for key in ("scores", "validated_on", "scaler", "bad_steps"):
+            assert found[key] == expected[key], (path, key)
+    assert evaluations(name) == evaluations("reference")
 
 
 def last_reported(text: str) -> int:
@@ -82,6 +93,7 @@ def kill_repeatedly(least: int, start: Callable, where: str, record_property, pa
             else:
                 kills += 1
         assert_equals_reference(name)
+        assert_same_files(name)
         number += 1
     record_property("kills", kills)
     record_property("in a save", within_saves)
@@ -208,9 +220,23 @@ def test_kill_at_each_call_of_a_save(short_run, call):
     assert reported >= 2
     assert latest(name)["step"] >= reported
     assert_resumes(name, *SHORT, measured=("loss", "grad_norm", "val_loss"))
-    assert_same_state(load("reference/best_model.pt"), load(f"{name}/best_model.pt"))
-    assert evaluations(name) == evaluations("reference")
-    assert sorted(os.listdir(f"{name}")) == sorted(os.listdir("reference"))
+    assert_same_files(name)
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize(("ranks", "call"), [*product((2, 3, 4), range(len(CALLS) + 6))])
+def test_kill_of_several_ranks_at_each_call_of_a_save(reference, ranks, call):
+    """Rank 0 saves; the others end when they lose it."""
+    flags = (*SHORT, "--total_batch_size", "384")
+    reference(*flags, ranks=ranks, faults=[record_save_calls])
+    name = f"killed{call}"
+    run = Run(*flags, *folders(name), ranks=ranks, faults=[partial(kill_at, 2, call)])
+    if run.wait() == [0] * ranks:
+        assert call >= len(calls_of_saves()[2])
+        return
+    assert last_reported(run.text()) >= 2
+    assert_resumes(name, *flags, ranks=ranks, measured=("loss", "grad_norm", "val_loss"))
+    assert_same_files(name)
 
 
 # The validations of steps 4, 8 and 12 find the best models, and make the only saves before the last one.
@@ -221,7 +247,7 @@ EVALUATED = "--max_steps 20 --steps_per_epoch 99 --eval_freq 4 --dropout 0.1".sp
     "call", [pytest.param(n, marks=() if n in (8, 10) else pytest.mark.storm) for n in range(len(CALLS) + 4)]
 )
 def test_kill_at_each_call_of_a_save_by_an_evaluation(reference, call):
-    """Between the save and the name of the best model, the checkpoint must not have the loss of this model yet."""
+    """The best model gets its name before latest.pt, and the resumed run evaluates its step again."""
     reference(*EVALUATED, faults=[record_save_calls])
     assert load("reference/best_model.pt")["step"] == 12
     name = f"killed{call}"
@@ -231,8 +257,7 @@ def test_kill_at_each_call_of_a_save_by_an_evaluation(reference, call):
         return
     assert latest(name)["step"] in (8, 12)
     assert_resumes(name, *EVALUATED, measured=("loss", "grad_norm", "val_loss"))
-    assert_same_state(load("reference/best_model.pt"), load(f"{name}/best_model.pt"))
-    assert evaluations(name) == evaluations("reference")
+    assert_same_files(name)
 
 
 def names_after(names: dict[str, int], calls) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """The learning rate, the names under which a step is saved, and the length of a run in its records."""
 
-import dataclasses
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from conftest import load, run_here
@@ -12,7 +11,9 @@ from hypothesis import strategies as st
 
 from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
-from steadygpt.run.schedule import Schedule
+from steadygpt.run.schedule import learning_rate, names_of_save, with_steps
+from steadygpt.start.find import Start
+from steadygpt.start.settle import notes_of_rates
 
 FOUR_ROWS = TrainConfig(context_length=16, total_batch_size=64, max_steps=9, warmup_steps=0, checkpoint_freq=4)
 
@@ -24,14 +25,14 @@ FOUR_ROWS = TrainConfig(context_length=16, total_batch_size=64, max_steps=9, war
 ])  # fmt: skip
 def test_the_learning_rate_rises_in_a_line_and_falls_as_the_schedule_says(schedule, rates):
     config = replace(FOUR_ROWS, schedule=schedule, max_lr=1.0, min_lr=0.2, warmup_steps=4, max_steps=12, cooldown=1 / 3)
-    found = [Schedule(config).learning_rate(step) for step in range(13)]
+    found = [learning_rate(config, step) for step in range(13)]
     assert found[:4] == [0.25, 0.5, 0.75, 1.0]
     assert found[4::2] == pytest.approx(rates)
 
 
 def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_their_names():
-    schedule = Schedule(replace(FOUR_ROWS, schedule="wsd", cooldown=1 / 3), rows_per_epoch=12)
-    names = {step: schedule.tiers(step, 4 * step) for step in range(9)}
+    config = replace(FOUR_ROWS, schedule="wsd", cooldown=1 / 3)
+    names = {step: names_of_save(config, 12, step, rows=4 * step) for step in range(9)}
     assert {step: found for step, found in names.items() if found} == {
         3: ["epoch_00001.pt"], 4: ["rolling_step_000004.pt"], 6: ["epoch_00002.pt", "stable.pt"],
         8: ["rolling_step_000008.pt"],
@@ -39,8 +40,7 @@ def test_a_step_that_ends_an_epoch_the_stable_part_or_a_number_of_steps_has_thei
 
 
 def test_no_epoch_ends_before_the_first_step_of_two_epochs():
-    schedule = Schedule(FOUR_ROWS, rows_per_epoch=2)
-    assert [schedule.tiers(step, 4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
+    assert [names_of_save(FOUR_ROWS, 2, step, rows=4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,15 +54,15 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
         max_steps=50 + count if length == "steps" else 0, num_epochs=count,
     )  # fmt: skip
     rows_per_epoch = 400
-    settled = replace(config, max_steps=config.last_step(0, 0, rows_per_epoch))
+    settled = with_steps(config, rows_per_epoch, step=0, rows=0)
     other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
     for step in range(0, settled.max_steps + 1, 1 + settled.max_steps // 20):
-        checkpoint = with_options(run_content(step), **dataclasses.asdict(config))
-        lines = [line for line in Schedule(settled, rows_per_epoch).notes(checkpoint) if line.startswith("lr ")]
+        checkpoint = with_options(run_content(step), **asdict(config))
+        start = Start(config, checkpoint)
+        lines = [line for line in notes_of_rates(settled, start, rows_per_epoch) if line.startswith("lr ")]
         assert not lines, (step, lines)
-        changed = Schedule(other, rows_per_epoch)
-        before, now = (schedule.learning_rate(step) for schedule in (Schedule(settled), changed))
-        said = [line.split()[1] for line in changed.notes(checkpoint) if line.startswith("lr ")]
+        before, now = (learning_rate(planned, step) for planned in (settled, other))
+        said = [line.split()[1] for line in notes_of_rates(other, start, rows_per_epoch) if line.startswith("lr ")]
         expected = []
         if step >= max(1, warmup) and not 0.9 * before <= now <= 1.1 * before:
             expected = ["rises" if now > before else "falls"]

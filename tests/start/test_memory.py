@@ -1,27 +1,33 @@
-"""The plan: the memory that a run is expected to need, what to change when it is too much, --mini_batch_size auto."""
+"""The memory that a run is expected to need, what to change when it is too much, --mini_batch_size auto."""
 
 import dataclasses
 import re
 from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import load, run_here
-from ground import acting_here, built, options_in, settled, status_of
+from ground import acting_here, built, launch_in, options_in, settled, status_of
 from injected import do_in_step
 
 import train
 from model import GPT
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text
-from steadygpt.checkpoint.files import named_tensors
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.machine.device import autocast, is_out_of_memory
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import plan as plans
-from steadygpt.run.memory import COPY, FITS, STATIC, estimate_memory, micro_step_bytes, needed_bytes, with_fitting_rows
+from steadygpt.start import settle as settles
+from steadygpt.start.memory import (
+    COPY,
+    FITS,
+    STATIC,
+    estimate_memory,
+    micro_step_bytes,
+    needed_bytes,
+    with_fitting_rows,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG = TrainConfig(precision="bf16", compile="off", mini_batch_size=16)
@@ -37,7 +43,7 @@ UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
 def by_rows(monkeypatch):
     """Take a micro-step to need 20 kB for each row: counting takes most of the time of a plan."""
     monkeypatch.setattr(
-        "steadygpt.run.memory.micro_step_bytes", lambda config, *_: 2 * (10_000 * config.mini_batch_size,)
+        "steadygpt.start.memory.micro_step_bytes", lambda config, *_: 2 * (10_000 * config.mini_batch_size,)
     )
 
 
@@ -103,95 +109,13 @@ def test_memory_of_the_host():
     assert less == pytest.approx(4 * 12 * (2**21 + 2**20 + 2 * 2**22), rel=2e-3)
 
 
-def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train.main(["--config", "gpt2-1b", "--precision", "bf16", "--dry_run"]) == 0
-    plan = capsys.readouterr().out
-    assert (
-        "data         no shards in data/edu_fineweb10B yet; planned with the vocabulary of --tokenizer gpt2\n"
-        "validation   10,485,760 tokens every 250 steps: about "
-    ) in plan
-    assert "vocabulary 50,257 (gpt2)\n" in plan
-    assert "at most 9 in checkpoints: 82.1 GB; " in plan
-    assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
-    assert "tokens       104,857,600,000, 137.9 per parameter; about 20 is compute-optimal" in plan
-    assert "time         unknown here; on 1 x NVIDIA H100" in plan
-    assert ": 100,000 steps, plus 1.4% for evaluation\n" in plan
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(tmp_path, monkeypatch, capsys):
-    """The command of docs/models.md, on a fresh clone."""
-    monkeypatch.chdir(tmp_path)
-    assert train.main("--config gpt2-xl --context_length 2048 --precision bf16 --dry_run".split()) == 0
-    plan = capsys.readouterr().out
-    assert "planned with the vocabulary of --tokenizer gpt2 and 18,795 steps per epoch\n" in plan
-    assert "steps        93,975, each of " in plan and "; 5.00 epochs (1 epoch = 18,795 steps); " in plan
-    with pytest.raises(UserError, match="a mixture of data has no epochs; set the length of the run with --max_steps"):
-        train.main("--mix a,b --precision bf16 --dry_run".split())
-
-
-NO_DATA = "--data_dir nowhere --tokenizer bytes"
-
-
-@pytest.mark.parametrize(("flags", "planned"), [
-    (NO_DATA, "planned with the vocabulary of --tokenizer bytes\n"),
-    (f"{NO_DATA} --max_steps 0 --num_epochs 2 --steps_per_epoch 40",
-     "steps +80, .*; 2.00 epochs .1 epoch = 40 steps.; "),
-    ("--eval_freq 0 --eval_tokens 32", "plus 0.0% for evaluation\n"),
-    ("--eval_freq 250 --eval_tokens 32", "\nvalidation   32 of 192 tokens at the end\n"),  # the run is shorter
-    ("--eval_freq 4 --eval_tokens 32", "\nvalidation   32 of 192 tokens every "),
-    ("--eval_freq 4 --eval_tokens 192", "\nvalidation   192 tokens every "),
-    ("--eval_freq 1 --eval_tokens 192 --total_batch_size 32", "plus 200.0% for evaluation\n"),
-])  # fmt: skip
-def test_plan_says_how_long_the_run_is_and_when_it_validates(workdir, capsys, flags, planned):
-    assert run_here("--dry_run", *flags.split()) == 0
-    out = capsys.readouterr().out
-    assert re.search(planned, out)
-    assert ("\nvalidation " in out) == ("--eval_freq" in flags and "--eval_freq 0" not in flags)
-
-
-def test_plan_of_checkpoints_that_do_not_fit_on_the_disk_names_the_flags(workdir, monkeypatch, capsys):
-    run_here("--checkpoint_dir", "a")
-    tensors = named_tensors(load("a/latest.pt")).values()
-    size = sum({t.data_ptr(): t.nbytes for t in tensors}.values())  # a tied head counts once
-
-    def planned(files: int, *flags: str) -> str:
-        """Return the line about checkpoints on a disk with room for so many files."""
-        free = size * (files + 0.5)
-        monkeypatch.setattr("steadygpt.run.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
-        capsys.readouterr()
-        run_here("--max_steps", "10000", "--dry_run", *flags)
-        return re.search("^checkpoints .*$", capsys.readouterr().out, re.MULTILINE)[0]
-
-    advice = "try a smaller --keep_checkpoints and --keep_epochs 1, or another --checkpoint_dir"
-    assert planned(40).endswith(f" -- NOT ENOUGH; {advice}")
-    assert "each, at most 555 in checkpoints" in planned(40)
-    assert "NOT ENOUGH" not in planned(40, "--keep_epochs", "1")
-    assert re.search("each, at most 15 in checkpoints.*NOT ENOUGH", planned(14, "--keep_epochs", "1"))
-
-
-@pytest.mark.parametrize("available", [10**5, 10**9])
-def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
-    monkeypatch.setattr("steadygpt.run.plan.memory_bytes", lambda device: available)
-    monkeypatch.setattr("steadygpt.run.plan.available_memory_bytes", lambda: available)
-    run_here("--dry_run")
-    lines = capsys.readouterr().out.splitlines()
-    for label, advice in (
-        ("memory ", "--mini_batch_size auto or a smaller model"),
-        ("host memory ", "a larger host or a smaller model"),
-    ):
-        [line] = [line for line in lines if line.startswith(label)]
-        assert (f" -- NOT ENOUGH: 100 kB available; try {advice}" in line) == (available < 10**6)
-
-
 def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch):
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
 
     def run_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("steadygpt.run.memory.memory_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("steadygpt.start.memory.memory_bytes", lambda device: 1_000_000)
     with pytest.raises(UserError) as raised, acting_here(partial(do_in_step, 4, run_out)):
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     message = str(raised.value)
@@ -212,7 +136,7 @@ FLAGS = (
     "--mini_batch_size auto --total_batch_size 192 --context_length 16 --num_layers 2 --num_heads 2 --embd_size 16 "
     "--precision fp32".split()
 )
-AUTO = parse_args(FLAGS)[0]  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
+AUTO = dataclasses.replace(parse_args(FLAGS)[0], vocab_size=257)  # 12 rows: 1, 2, 3, 4, 6 or 12 at once
 with torch.device("meta"):
     SKETCH = GPT(AUTO.shape(257), AUTO, initialize=False)
 
@@ -223,7 +147,7 @@ def needed(rows: int) -> float:
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_the_estimate_decides(rows):
-    config, line = with_fitting_rows(AUTO, SKETCH, needed(rows) / FITS["cpu"] + 1, Ranks(CPU))
+    config, line = with_fitting_rows(AUTO, needed(rows) / FITS["cpu"] + 1, Ranks(CPU))
     assert config == dataclasses.replace(AUTO, mini_batch_size=rows)
     used, memory = bytes_text(needed(rows)), bytes_text(needed(rows) / FITS["cpu"] + 1)
     said = f"rows         {rows} per micro-step, chosen by --mini_batch_size auto: {used} (estimated); the limit is "
@@ -231,25 +155,24 @@ def test_the_estimate_decides(rows):
 
 
 def test_the_memory_of_the_rank_that_has_least_decides(workdir, monkeypatch):
-    monkeypatch.setattr(Ranks, "max", lambda self, number: max(number, -needed(3) / FITS["cpu"] - 1))
+    monkeypatch.setattr(Ranks, "gather", lambda self, number: [number, needed(3) / FITS["cpu"] + 1])
     assert settled(built("--data_dir", "data", *FLAGS)).mini_batch_size == 3
 
 
 def test_no_number_fits_or_splits_a_step():
     with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
-        with_fitting_rows(AUTO, SKETCH, 1000, Ranks(CPU))
+        with_fitting_rows(AUTO, 1000, Ranks(CPU))
     with pytest.raises(UserError, match=r"192; expected a multiple of .* = 80 tokens, such as 240"):
-        with_fitting_rows(AUTO, SKETCH, 10**9, Ranks(CPU, world_size=5))
+        with_fitting_rows(AUTO, 10**9, Ranks(CPU, world_size=5))
 
 
-def test_the_number_is_stored_and_a_resume_takes_it(workdir, monkeypatch, capsys):
+def test_each_launch_chooses_the_number_and_its_record_has_it(workdir, monkeypatch, capsys):
     auto = ("--mini_batch_size", "auto", "--checkpoint_dir", "a")
-    monkeypatch.setattr(plans, "memory_bytes", lambda device: 10**9)
+    monkeypatch.setattr(settles, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"auto: [\d.]+ [kM]B \(estimated\); the limit is 600 MB of 1 GB\n", said)
-    assert options_in("a/latest.pt").mini_batch_size == 4
+    assert re.search(r"auto: [\d.]+ [kM]B \(estimated\); the limit is 600 MB of 1 GB\n", capsys.readouterr().out)
+    assert (options_in("a/latest.pt").mini_batch_size, launch_in("a/latest.pt").how["mini_batch_size"]) == (0, 4)
     resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a")
     assert train.main([*resume, "--max_steps", "9"]) == 0
-    assert "mini_batch_size" not in capsys.readouterr().out
-    assert options_in("a/latest.pt").mini_batch_size == 4
+    said = capsys.readouterr().out
+    assert "rows         4 per micro-step, chosen by --mini_batch_size auto" in said and "changed      mini" not in said

@@ -21,6 +21,7 @@ from ground import (
     evaluations,
     in_place_of_training,
     metrics,
+    mock_log,
     run_content,
     verified,
     write_checkpoint,
@@ -31,13 +32,12 @@ from stories import tell, uploaded
 from test_files import damage
 
 from steadygpt.base.options import UserError
-from steadygpt.base.retry import NoAnswer
-from steadygpt.checkpoint import mirror, uploads
 from steadygpt.checkpoint.files import ROLLING
-from steadygpt.checkpoint.mirror import Mirror, missing_lines
-from steadygpt.checkpoint.saves import Saves
-from steadygpt.checkpoint.uploads import Uploads
 from steadygpt.config import TrainConfig
+from steadygpt.mirror import store, uploads
+from steadygpt.mirror.store import Mirror
+from steadygpt.mirror.uploads import Uploads
+from steadygpt.run import saving
 
 sys.path.insert(0, str(REPO / "scripts"))
 import upload_manager
@@ -48,7 +48,7 @@ storm = pytest.mark.storm
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Upload each timed save; retry almost at once, and only in our code."""
-    monkeypatch.setattr(uploads, "MIRROR_MINUTES", 0.0)
+    monkeypatch.setattr(uploads, "TIMED_S", 0.0)
     monkeypatch.setattr("steadygpt.base.retry.sleep", lambda seconds: time.sleep(min(seconds, 0.05)))
     monkeypatch.setattr(uploads, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.1)
@@ -64,19 +64,19 @@ class Saver:
         self.folder, self.mirror = folder, Mirror(url, run, f"name of {run}")
         own = {"keep_checkpoints": 4, "checkpoint_dir": str(folder), "run_name": run}
         self.config = TrainConfig(**own | options)
-        self.log = Mock()
-        folder.mkdir(exist_ok=True)
-        self.writer = writer_of(self.config, self.log, self.mirror)
+        self.log = mock_log(folder)
+        self.uploads = Uploads(self.mirror, self.config, self.log)
+        self.writer = writer_of(self.config, self.log, self.uploads)
 
-    def save(self, step: int, *tiers: str) -> None:
-        self.writer.save(step, run_content(step), list(tiers))
+    def save(self, step: int, *names: str, **more) -> None:
+        self.writer.save(step, run_content(step, **more), list(names))
 
     def roll(self, step: int) -> None:
         self.save(step, ROLLING.format(step))
 
     def uploaded(self) -> dict[str, int]:
         """Wait for the uploads; return checkpoint name -> step in the mirror."""
-        wait_for(lambda: not self.writer.uploads.is_busy())
+        wait_for(lambda: not self.uploads.is_busy())
         return uploaded(self.mirror.url)
 
     def reports(self) -> list[str]:
@@ -111,8 +111,8 @@ def wait_for(condition) -> None:
 
 def keep_in_mirror(count: int, monkeypatch) -> None:
     """Keep so many rolling checkpoints in mirrors."""
-    monkeypatch.setattr(mirror, "MIRROR_KEEP", count)
-    monkeypatch.setattr(uploads, "MIRROR_KEEP", count)
+    monkeypatch.setattr(store, "KEEP", count)
+    monkeypatch.setattr(uploads, "KEEP", count)
 
 
 def files(folder: Path, pattern: str = "step_*") -> list[str]:
@@ -121,12 +121,11 @@ def files(folder: Path, pattern: str = "step_*") -> list[str]:
 
 def test_checkpoint_is_uploaded_once_under_all_of_its_names(saver_in, tmp_path):
     saver = saver_in()
-    saver.save(1, "rolling_step_000001.pt", "epoch_00001.pt")
-    saver.writer.record(1, {"val_loss": 3.5}, best=True)
+    saver.save(1, "rolling_step_000001.pt", "epoch_00001.pt", "best_model.pt", scores={"val_loss": 3.5})
     names = ["latest.pt", "rolling_step_000001.pt", "epoch_00001.pt", "best_model.pt"]
     assert saver.uploaded() == dict.fromkeys(names, 1)
     assert len(files(tmp_path / "there")) == 1
-    assert not list((tmp_path / "here").glob(".*"))  # the link that kept the file
+    assert not list((tmp_path / "here").glob(".*.tmp"))  # the link that kept the file
     (tmp_path / "there" / files(tmp_path / "there")[0]).unlink()  # the mirror has lost it
     saver.save(2)
     assert saver.uploaded() == dict.fromkeys(names, 1) | {"latest.pt": 2, "latest_backup.pt": 1}
@@ -145,7 +144,7 @@ def test_mirror_keeps_the_newest_of_each_tier_and_only_files_that_have_a_name(sa
 
 
 def test_saves_by_the_clock_are_uploaded_at_most_every_ten_minutes(saver_in, monkeypatch):
-    monkeypatch.setattr(uploads, "MIRROR_MINUTES", 10.0)
+    monkeypatch.setattr(uploads, "TIMED_S", 600.0)
     saver = saver_in()
     for step in (1, 2):
         saver.save(step)
@@ -153,11 +152,11 @@ def test_saves_by_the_clock_are_uploaded_at_most_every_ten_minutes(saver_in, mon
     for step, *tiers in ((3, "rolling_step_000003.pt"), (4,)):
         saver.save(step, *tiers)
         assert saver.uploaded()["latest.pt"] == 3
-    saver.writer.uploads.uploaded_at_s -= 600
+    saver.uploads.uploaded_at_s -= 600
     saver.save(5)
     assert saver.uploaded()["latest.pt"] == 5
     saver.save(6)
-    saver.writer.uploads.start(is_last=True)
+    saver.uploads.start(is_last=True)
     assert saver.uploaded()["latest.pt"] == 6
 
 
@@ -193,7 +192,7 @@ def test_the_mirror_of_a_copy_without_dates_has_the_newest_as_the_latest(saver_i
     for step in range(1, 5):
         write_checkpoint(tmp_path / "here", step, ROLLING.format(step))  # later ones have older dates
     saver = saver_in()
-    saver.writer.uploads.start()
+    saver.uploads.start()
     assert saver.uploaded() == {"latest.pt": 4, "latest_backup.pt": 3} | rolling(4, 3, 2)
     assert files(tmp_path / "there")[-1] == "step_000004-1000000004.000000.pt"
 
@@ -264,7 +263,7 @@ def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s
     assert saver.mirror.read("log.txt") == b"1\n2\n"
 
 
-ENTRY = {"file": "step_000001-1795329120.123456.pt", "size": 9, "saved_at": 9, "step": 1, "val_loss": None}
+ENTRY = {"file": "step_000001-1795329120.123456.pt", "size": 9, "saved_at": 9, "step": 1, "scores": {}}
 ABOUT = {"run": "a" * 16, "name": "x", "writer": "b" * 16, "checkpoints": {}}
 
 
@@ -278,7 +277,7 @@ INDEXES: dict = {
     "checkpoints is 3; expected an object": ABOUT | {"checkpoints": 3},
     "checkpoints['latest.pt'].saved_at is None; expected a value": ABOUT | {"checkpoints": {"latest.pt": {}}},
     "checkpoints['latest.pt'].file is '../x'; expected a string like step_": entry(file="../x"),
-    "checkpoints['latest.pt'].val_loss is -1e+308; expected 0": entry(val_loss=-1e308),
+    "checkpoints['latest.pt'].loss is -1e+308; expected": entry(loss=-1e308),
     "checkpoints['latest.pt'].size is -9; expected 0 or more": entry(size=-9),
     "a key of checkpoints is '../latest.pt'; expected a string like": entry("../latest.pt"),
     "checkpoints['latest.pt'].saved_at is 2000000000000.0; expected 0": entry(saved_at=2e12),
@@ -309,29 +308,6 @@ EXPECTED = "expected a URL such as s3://bucket/run"
 def test_wrong_url_is_reported_before_training(workdir, s3, url, message):
     with pytest.raises(UserError, match=message):
         run_here("--mirror", url)
-
-
-START, OTHER = (f'{{"step": 2, "time": 1, "first_step": 2, "id": "{n}"}}\n'.encode() for n in "12")
-P, L, R = b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}\n', START + b'{"step": 2}\n{"step": 3}\n'
-
-
-@pytest.mark.parametrize(("here", "there", "missing"), [
-    (b"", P + R, P + R),
-    (P, P + R, R),
-    (P + L, P + R, R),
-    (P + b'{"ste', P + R, b"\n" + R),
-    (P + b'{"ste', P + L + R, b"\n" + L + R),
-    (P + L + R, P + R, b""),  # a launch that ended before it uploaded its logs
-    (P + L + R + OTHER, P + R, b""),
-    (P + OTHER, P + L, b""),  # a record that a power cut has deleted here
-    (P + OTHER, P + L + R, R),
-    (P + L, P, b""),
-    (P + L, P + L[:5], b""),
-    (b"text\n", b"text\nmore\n", b"more\n"),
-])  # fmt: skip
-def test_a_log_gets_the_starts_that_only_the_mirror_has(here, there, missing):
-    assert missing_lines(here, there) == missing
-    assert missing_lines(here + missing, there) == b""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,7 +344,7 @@ def older(url, capsys):
     tell(f"""
         {FIRST} --max_steps 4
         cp -r one backup
-        resume one {FLAGS} --max_steps 6
+        resume one {FLAGS} --max_steps 6 --mirror $URL
         rm -r one; mv backup one
     """)
 
@@ -377,13 +353,13 @@ def test_newer_one_of_folder_and_mirror_wins(older, url, capsys):
     os.utime("one/latest.pt", (2**32, 2**32))  # the date of a copy
     with pytest.raises(UserError, match="kB needed, 5 bytes free"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5))
-        tell("resume one")  # does not fall back to an older checkpoint
+        tell("resume one --mirror $URL")  # does not fall back to an older checkpoint
     assert verified("one/latest.pt")["step"] == 4
-    tell(f"resume one {FLAGS} --max_steps 8")
+    tell(f"resume one {FLAGS} --max_steps 8 --mirror $URL")
     assert resumed(capsys).endswith("at step 6")
     assert load("one/latest_backup.pt")["step"] == 6
     assert list(evaluations("one")) == [4, 6, 8]
-    tell("rm -r there\nresume one --max_steps 10")
+    tell("rm -r there\nresume one --max_steps 10 --mirror $URL")
     assert resumed(capsys) == "resumed      from one/latest.pt at step 8"
     assert uploaded(url)["latest.pt"] == 10
 
@@ -405,10 +381,10 @@ def test_going_back_to_an_older_checkpoint_holds_for_the_mirror_too(url, capsys,
     with monkeypatch.context() as patch, acting_here(end_before_the_first_save), pytest.raises(SystemExit):
         if not is_heard:
             patch.setattr(Uploads, "start", lambda *_, **__: None)
-        tell("train --resume one/rolling_step_000004.pt")
+        tell("train --resume one/rolling_step_000004.pt --mirror $URL")
     if is_heard:
         wait_for(lambda: uploaded(url)["latest.pt"] == 4)
-    tell("resume one")
+    tell("resume one --mirror $URL")
     assert resumed(capsys) == "resumed      from one/latest.pt at step 4"
 
 
@@ -462,13 +438,13 @@ def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(url, c
     latest = Path("one/latest.pt")
     tell(f"{FIRST}\nmv one/latest.pt kept; mkdir one/latest.pt")
     with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
-        tell("resume one")
+        tell("resume one --mirror $URL")
     tell("rmdir one/latest.pt; mv kept one/latest.pt")
     names = {path.name for path in latest.parent.glob("*.pt")}
     for name in names:
         damage(latest.with_name(name), "one bit")
     damaged = latest.read_bytes()
-    tell("resume one --max_steps 9")
+    tell("resume one --mirror $URL --max_steps 9")
     [kept] = latest.parent.glob("latest.pt.skipped-*")
     assert kept.read_bytes() == damaged
     assert f"skipped      {latest}: corrupt; renamed {kept.name}" in capsys.readouterr().out
@@ -512,14 +488,14 @@ def gcs_url(gcs, url, monkeypatch) -> str:
 
 
 def test_run_that_waits_for_its_uploads_can_be_stopped(s3_url, monkeypatch, capsys):
-    wait, waits = Saves._wait_for_uploads, []
+    wait, waits = saving.wait_for_uploads, []
 
-    def wait_and_stop(saves, is_stopped) -> None:
+    def wait_and_stop(uploads, is_stopped, *args) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         waits.append(is_stopped)
-        wait(saves, is_stopped)
+        wait(uploads, is_stopped, *args)
 
-    monkeypatch.setattr(Saves, "_wait_for_uploads", wait_and_stop)
+    monkeypatch.setattr(saving, "wait_for_uploads", wait_and_stop)
     tell(f"{GONE}\n{FIRST} --no-background-upload")
     out, err = capsys.readouterr()
     assert "stopped (SIGTERM) after 2 steps" in out
@@ -533,7 +509,7 @@ def test_unreachable_mirror(s3_url, capsys, monkeypatch):
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(uploads, "GIVE_UP_S", 0.5)
-        tell("resume one --max_steps 6")  # trains on, and says that not everything is uploaded
+        tell("resume one --mirror $URL --max_steps 6")  # trains on, and says that not everything is uploaded
     with monkeypatch.context() as patch:  # its uploads end, as with its process
         patch.setattr(Uploads, "_upload_newest", Mock(side_effect=UserError("ended")))
         threads = [thread for thread in {*threading.enumerate()} - before if thread.name == "uploads"]
@@ -546,42 +522,6 @@ def test_unreachable_mirror(s3_url, capsys, monkeypatch):
     tell("AWS_ENDPOINT_URL=$THERE")
     assert upload_manager.main(["upload-all", "--mirror", s3_url, "--checkpoint_dir", "one"]) == 0
     assert uploaded(s3_url)["latest.pt"] == 6
-
-
-def test_a_mirror_that_does_not_answer_at_the_start_keeps_the_logs_of_another_machine(s3_url, monkeypatch):
-    tell(f"""
-        {FIRST} --max_steps 4
-        resume two --mirror $URL --max_steps 6
-        {GONE}
-    """)
-    claim, unclaimed = Mirror.claim, []
-
-    def answers_again(mirror):
-        unclaimed.append(mirror.is_claimed)
-        tell("AWS_ENDPOINT_URL=$THERE")
-        mirror.connect()
-        return claim(mirror)
-
-    def no_answer(mirror, request):
-        monkeypatch.setattr(Mirror, "claim", answers_again)
-        raise NoAnswer("no answer")
-
-    monkeypatch.setattr(Mirror, "patiently", no_answer)
-    tell("resume one --max_steps 8")
-    assert unclaimed[0] is False
-    lines = map(json.loads, Mirror(s3_url).read("metrics.jsonl").decode().splitlines())
-    assert [line["first_step"] for line in lines if "first_step" in line] == [0, 4, 4]
-
-
-def test_a_log_that_grows_beside_that_of_another_machine_is_uploaded_once(tmp_path):
-    config = TrainConfig(checkpoint_dir=str(tmp_path), run_name="run")
-    mirror, log = Mirror(f"file://{tmp_path}/mirror"), tmp_path / "metrics.jsonl"
-    mirror.fs.pipe_file(f"{mirror.folder}/metrics.jsonl", b"other\n")
-    for number in range(3):
-        with open(log, "a") as file:
-            file.write(f"{number}\n")
-        mirror.upload_files(config)
-    assert mirror.read("metrics.jsonl") == b"other\n0\n1\n2\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

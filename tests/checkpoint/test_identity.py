@@ -1,9 +1,8 @@
-"""A folder is a run: moved, it is the same run, and a copy is another one. A folder from elsewhere decides no place."""
+"""A folder is a run: moved, it is the same run; a copy beside it is another. A file from elsewhere decides no place."""
 
 import json
 import os
 import shutil
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,23 +11,13 @@ import pytest
 import torch
 import upload_manager
 from conftest import folders, load, run_here, scalars
-from ground import SCORE_FILES, acting_here, alter, in_place_of_training, launches, metrics, options_in, with_options
+from ground import acting_here, alter, in_place_of_training, launches, metrics, options_in, with_options
 from stories import tell
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.mirror import Mirror
+from steadygpt.checkpoint.identity import read_run
 from steadygpt.log.metrics import read_status
-from steadygpt.run import identity
-from steadygpt.run.identity import PLACES, read_run, this_machine
-
-
-@pytest.fixture(autouse=True)
-def machine_id(tmp_path, monkeypatch) -> Path:
-    """The file that tells machines of one name apart."""
-    path = tmp_path / "machine-id"
-    path.write_text("one\n")
-    monkeypatch.setattr(identity, "MACHINE_ID", path)
-    return path
+from steadygpt.mirror.store import Mirror
 
 
 def contents(*folders: str) -> dict[Path, bytes]:
@@ -41,63 +30,64 @@ def contents(*folders: str) -> dict[Path, bytes]:
 
 
 FIRST = "start one --max_steps 3 --use_tensorboard --mirror $URL"
-TWICE = "resume x --max_steps 6\nresume x --max_steps 7"
-COPY = "copy         of the run in {here}/one: a new run in x, with no mirror"
+TWICE = "resume x --max_steps 6 {more}\nresume x --max_steps 7 {more}"
+WITH_MIRROR = TWICE.format(more="--use_tensorboard --mirror $URL")
+ALONE = TWICE.format(more="--use_tensorboard")
+COPY = "copy         of the run in {here}/one: a new run in x"
 Logs = dict[str, tuple[str, range]]  # folder -> a letter for the run of each launch, the steps
 STORIES: dict[str, tuple[str, Logs, str]] = {
     "a moved folder": (
-        f"{FIRST}\nmv one x\n{TWICE}", {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
+        f"{FIRST}\nmv one x\n{WITH_MIRROR}", {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
     "a folder above it is moved": (
-        f"{FIRST}\nmkdir y; mv one y\nresume y/one --max_steps 6",
+        f"{FIRST}\nmkdir y; mv one y\nresume y/one --max_steps 6 --use_tensorboard --mirror $URL",
         {"y/one": ("aa", range(6)), "there": ("aa", range(6))}, ""),
     "a backup that is restored to its place": (
-        f"{FIRST}\ncp -r one backup\nmv one gone; cp -r backup one; rm -r gone backup\nresume one --max_steps 6",
+        f"{FIRST}\ncp -r one backup; rm -r one; mv backup one\n"
+        "resume one --max_steps 6 --use_tensorboard --mirror $URL",
         {"one": ("aa", range(6)), "there": ("aa", range(6))}, ""),
+    "a backup at another place": (
+        f"{FIRST}\ncp -r one x; rm -r one\n{WITH_MIRROR}", {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
     "a link to the folder": (
-        f"{FIRST}\nln -s one x\n{TWICE}", {"one": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
-    "another machine that mounts the folder": (
-        f"{FIRST}\necho two > machine-id; mv one x\n{TWICE}",
-        {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
+        f"{FIRST}\nln -s one x\n{WITH_MIRROR}", {"one": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
+    "a launch without the mirror": (
+        f"{FIRST}\nmv one x\n{ALONE}", {"x": ("aaa", range(7)), "there": ("a", range(3))},
+        "mirror       none in this launch; the last one had --mirror file://{here}/there"),
     "a copy": (
-        f"{FIRST}\ncp -r one x\n{TWICE}",
+        f"{FIRST}\ncp -r one x\n{ALONE}",
         {"one": ("a", range(3)), "x": ("abb", range(7)), "there": ("a", range(3))}, COPY),
     "a copy on two ranks, and its original": (
-        f"{FIRST}\ncp -r one x\nresume_on_2_ranks x --max_steps 6\nresume one --max_steps 6",
+        f"{FIRST}\ncp -r one x\nresume_on_2_ranks x --max_steps 6 --use_tensorboard\n"
+        "resume one --max_steps 6 --use_tensorboard --mirror $URL",
         {"one": ("aa", range(6)), "x": ("ab", range(6)), "there": ("aa", range(6))}, ""),
-    "a copy on another machine, at the same path": (
-        f"{FIRST}\ncp -r one backup; rm -r one; mv backup one\necho two > machine-id\nresume one --max_steps 6",
-        {"one": ("ab", range(6)), "there": ("a", range(3))},
-        "copy         of the run in {here}/one: a new run in one, with no mirror"),
-    "a backup at another place": (
-        f"{FIRST}\ncp -r one x; rm -r one\n{TWICE}", {"x": ("abb", range(7)), "there": ("a", range(3))}, COPY),
     "a copy with a mirror of its own": (
-        f"{FIRST}\ncp -r one x\nresume x --max_steps 6 --mirror $URL-new\nresume x --max_steps 7",
+        f"{FIRST}\ncp -r one x\n{TWICE.format(more='--use_tensorboard --mirror $URL-new')}",
         {"one": ("a", range(3)), "x": ("abb", range(7)), "there": ("a", range(3)), "there-new": ("abb", range(7))},
-        "copy         of the run in {here}/one: a new run in x, with file://{here}/there-new"),
+        COPY),
     "a folder without run.json": (
-        f"{FIRST}\nrm one/run.json\nresume one --max_steps 6",
-        {"one": ("ab", range(6)), "there": ("a", range(3))},
-        "copy         of a run without run.json: a new run in one, with no mirror"),
+        f"{FIRST}\nrm one/run.json\nresume one --max_steps 6 --use_tensorboard",
+        {"one": ("ab", range(6)), "there": ("a", range(3))}, ""),
     "a fork": (
-        f"{FIRST}\ntrain --resume one/latest.pt --checkpoint_dir x --max_steps 6\nresume x --max_steps 7",
+        f"{FIRST}\ntrain --resume one/latest.pt --checkpoint_dir x --max_steps 6 --use_tensorboard\n"
+        "resume x --max_steps 7 --use_tensorboard",
         {"one": ("a", range(3)), "x": ("bb", range(3, 7)), "there": ("a", range(3))},
-        "fork         a new run in x, with no mirror"),
+        "fork         a new run in x"),
     "a fork into a folder around the original": (
-        f"{FIRST}\nmkdir x; mv one x/one\ntrain --resume x/one --checkpoint_dir x --max_steps 6",
+        f"{FIRST}\nmkdir x; mv one x/one\ntrain --resume x/one --checkpoint_dir x --max_steps 6 --use_tensorboard",
         {"x/one": ("a", range(3)), "x": ("b", range(3, 6)), "there": ("a", range(3))}, ""),
     "a lost disk, and the mirror of its run": (
-        f"{FIRST}\nrm -r one\nresume x --max_steps 6 --mirror $URL\nresume x --max_steps 7",
+        f"{FIRST}\nrm -r one\n{WITH_MIRROR}",
         {"x": ("aaa", range(7)), "there": ("aaa", range(7))}, ""),
     "a restore after a refused one": (
         f"{FIRST}\nrm -r one\nrefused --resume latest --checkpoint_dir x --mirror $URL --data_dir nowhere\n"
-        "resume x --mirror $URL --max_steps 6",
+        "resume x --mirror $URL --max_steps 6 --use_tensorboard",
         {"x": ("aa", range(6)), "there": ("aa", range(6))}, ""),
     "a run that changes between two machines": (
-        f"{FIRST}\nresume x --mirror $URL --max_steps 6\nresume one --max_steps 8",
+        f"{FIRST}\nresume x --mirror $URL --max_steps 6 --use_tensorboard\n"
+        "resume one --max_steps 8 --mirror $URL --use_tensorboard",
         {"one": ("aaa", range(8)), "x": ("aa", range(6)), "there": ("aaa", range(8))}, ""),
     "a restored copy": (  # its log begins with the launch of the original
-        f"{FIRST}\ncp -r one x; rm -r there\nresume x --mirror $URL --max_steps 4\n"
-        "resume y --mirror $URL --max_steps 5",
+        f"{FIRST}\ncp -r one x; rm -r there\nresume x --mirror $URL --max_steps 4 --use_tensorboard\n"
+        "resume y --mirror $URL --max_steps 5 --use_tensorboard",
         {"one": ("a", range(3)), "x": ("ab", range(4)), "y": ("abb", range(5)), "there": ("abb", range(5))}, ""),
     "a new run in the folder of one that never saved": (
         f"{FIRST}\nrm one/*.pt; rm -r there\nstart one --max_steps 4 --use_tensorboard",
@@ -137,27 +127,16 @@ def test_logs_curves_and_mirror_belong_to_one_run(url, capsys, story, logs, says
     assert not says or says.format(here=Path.cwd()) in text.splitlines()
 
 
-def test_a_folder_is_the_same_run_by_its_inode_or_by_machine_and_path(url, machine_id):
-    tell("start one --max_steps 3 --run_name a")
-    run = read_run(Path("one"))
+def test_a_folder_is_a_copy_only_beside_a_folder_of_the_same_run(url):
+    tell("start one --max_steps 3\nstart other --max_steps 3")
+    run_id = read_run(Path("one")).id
     shutil.copytree("one", "copy")
     record = json.loads(Path("one/run.json").read_text())
-    assert (record["machine"], record["folder"]) == (this_machine(), f"{Path.cwd()}/one")
-    inodes = [Path("copy").stat().st_ino, Path("copy/run.json").stat().st_ino]
-    assert this_machine().split()[0] == socket.gethostname()
-    for changes, is_same in (
-        ({}, False),
-        ({"inodes": inodes}, True),
-        ({"inodes": [inodes[0], record["inodes"][1]]}, False),  # such as 2, of the top folder of many disks
-        ({"inodes": [record["inodes"][0], inodes[1]]}, False),  # such as of a copy that is made of hard links
-        ({"folder": f"{Path.cwd()}/copy"}, True),
-        ({"folder": f"{Path.cwd()}/copy", "machine": f"{socket.gethostname()} 0123456789abcdef"}, False),
-        ({"folder": f"{Path.cwd()}/copy", "machine": socket.gethostname()}, False),
-    ):
-        Path("copy/run.json").write_text(json.dumps(record | changes))
-        assert (read_run(Path("copy")).id == run.id, read_run(Path("copy")).places == run.places) == (is_same, is_same)
-    machine_id.write_text("")  # as in most containers
-    assert this_machine() == socket.gethostname()
+    here = Path.cwd()
+    for folder, is_same in (("one", False), ("copy", True), ("gone", True), ("other", True), ("data", True)):
+        Path("copy/run.json").write_text(json.dumps(record | {"folder": f"{here}/{folder}"}))
+        found = read_run(Path("copy"))
+        assert (found.id == run_id, found.copied_from) == (is_same, "" if is_same else f"{here}/one"), folder
 
 
 def killed() -> int:
@@ -178,10 +157,10 @@ def test_a_mirror_that_is_newer_but_at_fewer_steps_leaves_the_local_checkpoint(u
     tell("""
         start one --run_name a --max_steps 3 --mirror $URL
         cp -r there before
-        resume one --max_steps 8
+        resume one --max_steps 8 --mirror $URL
         rm -r there; mv before there  # as if the uploads had failed
         resume two --max_steps 5 --mirror $URL
-        resume one --max_steps 6
+        resume one --max_steps 6 --mirror $URL
     """)
     text = capsys.readouterr().out
     [kept] = Path("one").glob("latest.pt.skipped-*")
@@ -217,14 +196,6 @@ def test_a_folder_of_a_run_is_no_mirror(url):
     assert contents("one") == before
 
 
-def test_a_copy_of_hard_links_leaves_the_logs_of_its_original(url):
-    tell("start one --max_steps 3\ncp -al one x")
-    before = contents("one")
-    tell("resume x --max_steps 6")
-    assert contents("one") == before | {Path("one/.lock"): Path("x/.lock").read_bytes()}
-    assert metrics("x", "loss").keys() == set(range(6))
-
-
 def test_files_of_the_user_stay_in_the_folder_of_a_run(url):
     names = (".env.tmpl", ".bashrc.tmpl", ".notes.tmp", "x.tmp")
     Path("one/.folder.tmp").mkdir(parents=True)
@@ -233,13 +204,6 @@ def test_files_of_the_user_stay_in_the_folder_of_a_run(url):
     tell("start one --max_steps 3")
     left = {path.name for path in Path("one").glob("*.tmp*")} | {path.name for path in Path("one").glob(".*.tmp*")}
     assert left == {*names, ".folder.tmp"}
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", *SCORE_FILES, "log.txt"])
-def test_a_pipe_in_place_of_a_file_is_refused(url, name):
-    tell(f"start one --max_steps 3 --eval_freq 1\nrm one/{name}; mkfifo one/{name}")
-    with pytest.raises(UserError, match=f"one/{name}: a pipe or a device; expected a file"):
-        tell("resume one --max_steps 4")
 
 
 def test_settings_of_wandb_in_the_folder_are_refused(url):
@@ -256,7 +220,7 @@ def test_a_restore_is_the_folder(url):
         assert restored[Path("one", name)].startswith(before[Path("gone", name)])
     events = {path.name for path in before if path.parent.name == "tensorboard"}
     assert events < {path.name for path in restored if path.parent.name == "tensorboard"}
-    assert {path.name for path in restored} - events >= {*SCORE_FILES, "latest.pt", "run.json", "status.json"}
+    assert {path.name for path in restored} - events >= {"latest.pt", "run.json", "status.json"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,27 +258,15 @@ def test_a_fork_that_is_killed_before_its_first_save_keeps_its_options(url):
 
 def test_a_fork_has_a_best_model_of_its_own(url):
     tell("start one --max_steps 4 --checkpoint_freq 2 --eval_freq 2")
-    alter("one/rolling_step_000002.pt", best_val_loss=0.001)
+    alter("one/rolling_step_000002.pt", scores={"val_loss": 0.001})
     tell("start two --resume one/rolling_step_000002.pt --eval_freq 2")
     assert load("two/best_model.pt")["step"] >= 2
 
 
-def test_without_a_best_model_the_next_one_is_the_best(url, capsys):
+def test_without_a_best_model_the_next_one_is_the_best(url):
     tell("start one --max_steps 4 --eval_freq 2\nrm one/best_model.pt")
     tell("resume one --max_steps 5 --max_lr 0 --min_lr 0 --allow_changes --eval_freq 2")
     assert load("one/best_model.pt")["step"] in (4, 5)
-    tell("rm one/*.pt\nstart two --max_steps 4 --checkpoint_freq 2")  # evaluations are left in one
-    tell("start one --resume two/rolling_step_000002.pt --eval_freq 2 --max_steps 4")
-    assert load("one/best_model.pt")["step"] in (2, 4)
-
-
-def test_curves_continue_without_the_flag_and_a_dry_run_writes_nothing(url):
-    tell("start one --max_steps 3 --use_tensorboard")
-    before = contents("one")
-    tell("resume one --dry_run --max_steps 5")
-    assert contents("one") == before
-    tell("resume one --max_steps 5")
-    assert [*scalars("one/tensorboard")["train/loss"]] == [0, 1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,6 +302,7 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
         record = json.loads(Path("one", name).read_text())
         options = record.get("options", {}) | places | {"use_wandb": True}
         record |= {"options": options, "folder": home, "logdirs": [home], "tensorboard": home, **places}
+        record |= {"name": "../home", "wandb": True}
         Path("one", name).write_text(json.dumps(record))
     start = launches("one")[0] | {"logdir": home, "wandb": "theirs", "mirror": theirs}
     Path("one/metrics.jsonl").write_text(f"{json.dumps(start)}\n")
@@ -359,9 +312,8 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
     tell("resume x --max_steps 4\ntrain --resume x/latest.pt --checkpoint_dir y --max_steps 6\nresume y --max_steps 7")
     assert victim() == before
     assert (metrics("x", "loss").keys(), metrics("y", "loss").keys()) == ({3}, {4, 5, 6})
-    assert {name: read_run(Path("y")).places[name] for name in PLACES} == {
-        "run_name": "", "mirror": "", "use_wandb": False
-    }  # fmt: skip
+    run = read_run(Path("y"))
+    assert (run.name, run.mirror, run.wandb) == ("", "", False)
 
 
 def test_a_mirror_brings_logs_and_curves_but_no_other_file(theirs, monkeypatch):
@@ -394,7 +346,7 @@ def test_no_link_in_the_folder_is_followed(victim):
     tell("start one --max_steps 3 --use_tensorboard --mirror $PWD/there\nmv one/tensorboard events")
     before = victim()
     events = "events.out.tfevents.1.host"
-    for name in ("log.txt", "metrics.jsonl", "status.json", *SCORE_FILES, "run.json", ".lock", "tensorboard",
+    for name in ("log.txt", "metrics.jsonl", "status.json", "run.json", ".lock", "tensorboard",
                  "wandb", "latest_backup.pt", ".latest.pt.tmp", ".run.json.tmp", f"tensorboard/{events}",
                  "tensorboard/rank0.pt.trace.json.gz"):  # fmt: skip
         target = Path("home", "tensorboard" if name in ("tensorboard", "wandb") else "log.txt").absolute()
@@ -413,15 +365,13 @@ def test_no_link_in_the_folder_is_followed(victim):
     assert victim() == before and not Path("there/tensorboard/events.out.tfevents.1.host").exists()
 
 
-BROKEN = ["", "[]", '{"id": "../x"}', '{"id": "0123456789abcdef", "inode": "x"}', "{" * 9999]
+BROKEN = ["", "[]", '{"id": "../x"}', '{"id": "0123456789abcdef", "folder": 3}', "{" * 9999]
 
 
 def test_a_broken_run_json_is_refused(url):
     tell("start one --max_steps 3")
     for text in BROKEN:
         Path("one/run.json").write_text(text)
-        with pytest.raises(
-            UserError, match=r"one/run\.json: .*; remove it, and give --run_name, --mirror, --use_wandb"
-        ):
+        with pytest.raises(UserError, match=r"one/run\.json: .*; remove it; the run then gets a new id"):
             tell("resume one")
     tell("rm one/run.json\nresume one --max_steps 6")

@@ -1,0 +1,90 @@
+"""The record of steps: when a run has diverged, and the time that is left."""
+
+import math
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import GPT
+from steadygpt.checkpoint.files import TrainState
+from steadygpt.config import TrainConfig
+from steadygpt.machine.ranks import Ranks
+from steadygpt.run.judge import Diverged, StepResult, judge
+from steadygpt.run.record import count_step, log_step, restart_clock
+from steadygpt.run.run import Meter
+
+CPU = Ranks(torch.device("cpu"))
+
+
+def run_of(config: TrainConfig, state: TrainState, log: object = None) -> SimpleNamespace:
+    """Return what the functions of steadygpt/run/record.py use of a run."""
+    with torch.device("meta"):
+        model = GPT(config.shape(257), config, initialize=False)
+    return SimpleNamespace(
+        config=config, ranks=CPU, state=state, log=log, model=model, meter=Meter(), is_best=True, repeats=None,
+        rows_per_epoch=32, requests=SimpleNamespace(),
+    )  # fmt: skip
+
+
+def judged(run: SimpleNamespace, loss: float) -> StepResult:
+    """Judge the next step, which has this loss."""
+    state = run.state
+    return judge(run.config, state.recent_losses, state.step, lr=1e-3, loss_scale=None, loss=loss, grad_norm=1.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.booleans(), max_size=12), st.integers(0, 4), st.integers(0, 3), st.integers(1, 5))
+def test_a_run_diverges_at_max_bad_steps_and_goes_back_to_the_first_of_them(good, max_bad_steps, bad_steps, rows):
+    config = TrainConfig(context_length=16, total_batch_size=16 * rows, max_steps=99, max_bad_steps=max_bad_steps)
+    state = TrainState(step=10, rows_consumed=10 * rows, bad_steps=bad_steps)
+    run = run_of(config, state)
+    for number, is_good in enumerate(good):
+        step = 10 + number
+        bad_steps = 0 if is_good else bad_steps + 1
+        result = judged(run, 2.0 if is_good else math.nan)
+        if bad_steps >= max_bad_steps > 0:
+            with pytest.raises(Diverged) as diverged:
+                count_step(run, result)
+            first_bad = step + 1 - bad_steps
+            assert (diverged.value.step, state.step, state.rows_consumed) == (first_bad, first_bad, rows * first_bad)
+            assert state.bad_steps == 0
+            return
+        count_step(run, result)
+        assert (state.step, state.rows_consumed, state.bad_steps) == (step + 1, rows * (step + 1), bad_steps)
+    assert len(state.recent_losses) == sum(good)
+
+
+def test_the_scores_of_the_weights_before_a_step_are_not_those_after_it():
+    state = TrainState(scores={"val_loss": 3.0}, validated_on="rows")
+    run = run_of(TrainConfig(), state)
+    count_step(run, judged(run, 2.0))
+    assert (state.scores, state.validated_on, run.is_best) == ({}, "", False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_suspended_process_does_not_change_the_time_left(monkeypatch, seed):
+    """Steps of 0.09 to 0.11 s, an evaluation of 2 s after every 25, and one step of 20 s to 3 h at a random place."""
+    random = Random(seed)
+    left = dict[int, float]()
+    log = SimpleNamespace(step=lambda step, numbers, metrics, left_s, *_, **facts: left.update({step: left_s}))
+    now_s = 0.0
+    monkeypatch.setattr("steadygpt.run.record.time.perf_counter", lambda: now_s)
+    run = run_of(TrainConfig(context_length=16, total_batch_size=64, max_steps=1000), TrainState(), log)
+    run.meter.step_start_s = 0.0
+    suspended_at = random.randrange(60, 160)
+    for step in range(200):
+        now_s += 30 if step == 0 else random.uniform(0.09, 0.11)  # the first one compiles
+        if step == suspended_at:
+            now_s += random.choice([20, 600, 10_000])
+        result = judged(run, 2.0)
+        log_step(run, result)
+        count_step(run, result)
+        if step % 25 == 24:
+            now_s += 2
+            restart_clock(run)
+    for step in range(50, 200):
+        assert left[step] == pytest.approx((999 - step) * (0.1 + 2 / 25), rel=0.35), step
