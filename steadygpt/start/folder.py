@@ -62,7 +62,9 @@ def open_folder(run: Run, start: Start) -> None:
     needed = checkpoint_bytes(run.model, config.optimizer)
     check_space(folder, needed, start.downloaded)
     check_own_files(folder)
-    best = best_in_folder(run, folder)
+    best = None
+    if folder / BEST not in start.renamed:
+        best = best_in_folder(run, folder)
     mirror = Mirror(config.mirror, start.run.id, config.name) if config.mirror else None
     if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
         raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")

@@ -446,6 +446,17 @@ def test_a_choice_of_an_older_file_keeps_a_newest_one_that_cannot_be_read(workdi
     assert load(latest)["step"] == 6
 
 
+def test_a_damaged_save_that_is_also_the_best_model_gets_new_names_once(workdir, capsys):
+    """All its names are links to one file."""
+    run_here("--checkpoint_freq", "4", "--eval_freq", "4")
+    for name in ("latest.pt", "rolling_step_000008.pt", "best_model.pt"):
+        damage(Path("checkpoints", name), "one bit")
+    assert run_here("--resume", "--max_steps", "9") == 0
+    found = [name.partition(".skipped-")[0] for name in names("checkpoints") if ".skipped-" in name]
+    assert found == ["best_model.pt", "latest.pt", "rolling_step_000008.pt"]
+    assert "resumed      from checkpoints/rolling_step_000004.pt at step 4" in capsys.readouterr().out
+
+
 def test_optimizer_state_of_another_shape_is_refused_before_anything_is_changed(workdir):
     """A fused AdamW would write beyond the end of such a tensor."""
     run_here(*MODERN, "--max_steps", "4")
