@@ -310,6 +310,9 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
     tell("cp -r one x; rm -r one")
     before = victim()
     tell("resume x --max_steps 4\ntrain --resume x/latest.pt --checkpoint_dir y --max_steps 6\nresume y --max_steps 7")
+    Path("x/run.json").write_text(json.dumps(json.loads(Path("x/run.json").read_text()) | {"mirror": theirs}))
+    with pytest.raises(UserError, match="--mirror is missing"):
+        upload_manager.main(["upload-all", "x"])
     assert victim() == before
     assert (metrics("x", "loss").keys(), metrics("y", "loss").keys()) == ({3}, {4, 5, 6})
     run = read_run(Path("y"))
