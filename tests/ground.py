@@ -405,19 +405,6 @@ def best_model(folder) -> tuple[int, float]:
 
 
 SCORE_FILES: set[str] = set()  # files of a run that hold scores, besides metrics.jsonl and checkpoints
-CALLS_OF_SCORES: list[str] = []
-
-
-def write_scores(folder, scores: Scores, undone: Scores | None = None) -> None:
-    """Record the scores of steps of the run of run_content(), whose files are there.
-
-    Args:
-        undone: scores of steps with other weights, whose files are not there any more.
-    """
-    for path in files.checkpoint_files(Path(folder)):
-        step = load(path)["step"]
-        if step in scores:
-            alter(path, scores=scores[step])
 
 
 def forget_scores(folder, name: str) -> None:

@@ -228,15 +228,15 @@ def test_a_failed_save_names_the_missing_files_and_leaves_those_it_was_linked_to
     writer.roll(10)
     real = writers.link_file
 
-    def no_backup(source, target):
-        (fail(errno.EIO) if "backup" in target.name else real)(source, target)
+    def no_epoch(source, target):
+        (fail(errno.EIO) if "epoch" in target.name else real)(source, target)
 
     with monkeypatch.context() as patched:
-        patched.setattr(writers, "link_file", no_backup)
-        writer.roll(20, ROLLING.format(20))
+        patched.setattr(writers, "link_file", no_epoch)
+        writer.roll(20, ROLLING.format(20), "epoch_00001.pt")
     assert writer.failed and not [*tmp_path.glob(".*.tmp")]
     [warning], _ = writer.log.warn.call_args
-    assert re.search(r"step 20 was not saved: .*; older saves are intact, but there is no .*step_000020\.pt$", warning)
+    assert re.search(r"step 20 was not saved: .*; older saves are intact, but there is no .*epoch_00001\.pt$", warning)
     writer.roll(30)
     assert steps(tmp_path) == {"latest.pt": 30, "latest_backup.pt": 10, ROLLING.format(20): 20}
 
