@@ -19,7 +19,7 @@ FLAGS = (
     "--hellaswag_file hs.jsonl"
 ).split()
 # When the signal comes -> the first and the last step after which one rank may stop. Training continues during a save.
-# Two ranks agree one micro-step later, of which a step has two.
+# Two ranks agree a step later at most. In this test a step has two micro-steps.
 MOMENTS = {
     "micro-step": (3, 3),
     "evaluation": (6, 6),
@@ -107,7 +107,10 @@ def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
         ("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGTERM"), ("SIGHUP", "SIGHUP"))),
 ])  # fmt: skip
 def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
-    """Let the workers save and exit, whether torchrun forwards the signal or is killed by it."""
+    """Let the workers save and exit, whether torchrun forwards the signal or is killed by it.
+
+    Step 1 is complete before the signal. Step 2 is interrupted, unless steps take less than Requests.LONG_S.
+    """
     reference(*LONG_STEP, ranks=2)
     name = request.node.callspec.id.replace(" ", "-")
     run = LaunchedRun(*LONG_STEP, *folders(name), processes=2)
@@ -115,9 +118,12 @@ def test_a_stop_of_torchrun_can_be_resumed(reference, send, reason, request):
     send(run)
     run.wait()
     run.wait_for_group(timeout_s=10)
-    assert f"stopped ({reason}) after 1 step;" in run.text(), run.text()
     status = json.loads(Path(name, "status.json").read_text())
-    assert (status["status"], status["reason"], status["step"]) == ("stopped", reason, 1)
+    assert (status["status"], status["reason"]) == ("stopped", reason)
+    step = status["step"]
+    assert step in (1, 2)
+    assert f"stopped ({reason}) after {step} step" in run.text(), run.text()
+    assert len(re.findall(rf"^saved step {step} as ", run.text(), re.MULTILINE)) == 1
     assert_resumes(name, *LONG_STEP, ranks=2)
 
 
