@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from steadygpt.machine.parallel import full_tensor, own_part
-from steadygpt.machine.ranks import Ranks
-
-if TYPE_CHECKING:  # config.py takes the choices of --optimizer from here
+if TYPE_CHECKING:  # config.py takes the choices of --optimizer from here, also where nothing is trained
     from model import GPT
     from steadygpt.config import GPTConfig, TrainConfig
+    from steadygpt.machine.ranks import Ranks
 
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
@@ -26,7 +24,7 @@ TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
 MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the same time, unless one matrix has more
 
 
-def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
+def make_optimizer(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch.optim.Optimizer:
     """Return the optimizer that a configuration chooses.
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio", by
@@ -48,12 +46,12 @@ def make_optimizer(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.o
     return optimizer
 
 
-def make_adamw(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
+def make_adamw(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(adamw_groups(model, "embedding", "matrix", "head"), **adamw_options(config))
 
 
-def make_muon(model: "GPT", config: "TrainConfig", ranks: Ranks) -> torch.optim.Optimizer:
+def make_muon(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch.optim.Optimizer:
     """Return Muon for the matrices of the blocks and AdamW for the rest."""
     named = model.parameters_by_role()["matrix"]
     matrices = {
@@ -102,6 +100,7 @@ def state_shapes(shape: "GPTConfig", optimizer: str) -> dict[str, tuple[int, ...
 
     from model import GPT
     from steadygpt.config import TrainConfig
+    from steadygpt.machine.ranks import Ranks
 
     cpu = torch.device("cpu")
     with FakeTensorMode(), cpu:
@@ -133,7 +132,7 @@ class Muon(torch.optim.AdamW):
         options: of AdamW.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
+    def __init__(self, groups: list[dict[str, Any]], ranks: "Ranks", precision: str, **options: Any):
         super().__init__(groups, **options)
         self.ranks = ranks
         self.dtype = torch.float32
@@ -172,6 +171,8 @@ class Muon(torch.optim.AdamW):
             self._update(stacked, group)
 
     def _update(self, stacked: Stacked, group: dict[str, Any]) -> None:
+        from steadygpt.machine.parallel import full_tensor, own_part
+
         beta2 = group["beta2"]
         matrices: list[Tensor] = []
         mean_squares: list[Tensor] = []
@@ -202,7 +203,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalized(
-    matrices: list[Tensor], ranks: Ranks, squares: Sequence[Tensor] = (), weight: float = 0.0
+    matrices: list[Tensor], ranks: "Ranks", squares: Sequence[Tensor] = (), weight: float = 0.0
 ) -> list[Tensor]:
     """Return the nearest (semi-)orthogonal matrices, approximately; with `squares`, they are normalized().
 
