@@ -109,9 +109,9 @@ def details(checkpoint: Mapping[str, Any], columns: float = math.inf) -> Iterato
     """Yield lines about the content of a checkpoint: numbers, launch, options, and the shapes of its weights."""
     parts: dict[str, Mapping] = {"content": {**checkpoint, **checkpoint["scores"]}}
     if checkpoint["launch"]:
-        options = checkpoint["options"]
-        how = {name: value for name, value in checkpoint["launch"]["how"].items() if options.get(name) != value}
-        parts |= {"launch": {**checkpoint["launch"], **how}, "options": checkpoint["options"]}
+        how = checkpoint["launch"]["how"].items()
+        other = {name: value for name, value in how if str(checkpoint["options"].get(name)) != str(value)}
+        parts |= {"launch": {**checkpoint["launch"], **other}, "options": checkpoint["options"]}
     for part, values in parts.items():
         shown = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}
         for name in ("tokenizer_json", "tokenizer_files"):
