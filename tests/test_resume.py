@@ -290,7 +290,7 @@ def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, caps
 
 def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys):
     assert run_here(*MODERN, "--schedule", "cosine", "--checkpoint_freq", "6", *A) == 0
-    assert "a/stable.pt: there is none yet: --schedule wsd saves it" in refused("--resume", "stable")
+    assert "a/stable.pt: not there: --schedule wsd saves it" in refused("--resume", "stable")
     capsys.readouterr()
     shorter = ("--resume", "a/rolling_step_000006.pt", "--max_steps", "7", "--dry_run")
     assert run_here(*shorter, *A) == 0

@@ -44,7 +44,7 @@ FORMAT_VERSION = 6
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # words that commands accept besides latest and names of files
 NOT_YET = {
-    "best": "the run has had no validation so far",
+    "best": "the run had no validation yet, or the file was removed",
     "stable": "--schedule wsd saves it before the cool-down",
 }
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
@@ -514,7 +514,7 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     if which not in ("latest", "auto"):
         path = folder / NAMED[which] if which in NAMED else Path(which)
         if which in NAMED and checkpoint_files(folder) and not os.path.lexists(path):
-            raise UserError(f"{path}: there is none yet: {NOT_YET[which]}. Try latest")
+            raise UserError(f"{path}: not there: {NOT_YET[which]}. Try latest")
         return Found(path, read_checkpoint(path))
     damaged: dict[Path, str] = {}
     foreign: list[NotOurs] = []

@@ -241,9 +241,9 @@ def test_after_a_failed_save_a_worse_model_than_that_one_is_the_best_on_the_disk
 
 def test_best_is_asked_for_before_the_first_validation(workdir):
     assert run_here(*folders("run"), "--max_steps", "3") == 0
-    with pytest.raises(UserError, match=r"best_model\.pt: there is none yet: the run has had no validation so far"):
+    with pytest.raises(UserError, match=r"best_model\.pt: not there: the run had no validation yet"):
         run_here(*folders("run"), "--eval_only", "--resume", "best", "--eval_freq", "1")
-    with pytest.raises(UserError, match=r"stable\.pt: there is none yet: --schedule wsd saves it"):
+    with pytest.raises(UserError, match=r"stable\.pt: not there: --schedule wsd saves it"):
         run_here(*folders("run"), "--resume", "stable")
 
 
