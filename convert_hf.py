@@ -24,7 +24,6 @@ from torch import Tensor
 
 from model import GPTConfig
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
-from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.text import printable
@@ -130,7 +129,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
         # safetensors lets only the owner read its file, so give it the mode of the others.
         shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         for file in temporary.iterdir():
-            with open_to_read(file) as written:
+            with file.open("rb") as written:
                 fsync(written.fileno())
         temporary.rename(folder)
         fsync_folder(folder.absolute().parent)

@@ -31,7 +31,6 @@ import numpy as np
 
 from steadygpt.base.disk import existing
 from steadygpt.base.durable import lock_folder, replace_file
-from steadygpt.base.opening import read_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
@@ -162,7 +161,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
             say(f"warning: {source.name}: no token is put before each row; name one with --document_token")
     identity, vocab_size = identify(record)
     if record.is_file:
-        if path.exists() and not (out / MANIFEST).exists() and read_file(path) != text.encode():
+        if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
             raise UserError(
                 f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
                 "with --tokenizer"

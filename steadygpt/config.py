@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated
 
 from optim import OPTIMIZERS
-from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
 from steadygpt.base.typed import typed
@@ -377,7 +376,7 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
     try:
         if name in read_by:
             raise UserError("the file includes itself")
-        text = read_file(path, LARGEST_JSON).decode()
+        text = path.read_bytes().decode()
         written = typed(tomllib.loads(text), dict[str, VALUE], "its content", "write NAME = VALUE")
         written.pop("description", "")  # which ./start_training.sh shows
         argv = [f"--{option}={value}" for option, value in written.items()]

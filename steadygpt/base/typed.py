@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from steadygpt.base.opening import LARGEST_JSON, read_file
 from steadygpt.base.options import UserError
 
 Count = Annotated[int, 0]
@@ -23,7 +22,7 @@ NAMES |= {list: "a list", tuple: "a list", dict: "an object"}
 
 def read_json(path: Path, kind: Any, advice: str) -> Any:
     """Read a JSON file of a declared type, as typed() does; FileNotFoundError if there is none."""
-    return parse_json(read_file(path, LARGEST_JSON), kind, path, advice)
+    return parse_json(path.read_bytes(), kind, path, advice)
 
 
 def parse_json(text: str | bytes, kind: Any, name: object, advice: str) -> Any:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from model import GPT
 from steadygpt.base.foreign import what_it_holds, what_it_is
-from steadygpt.base.opening import open_to_read, regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import bytes_text
@@ -427,7 +426,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
     """
     plain = None
     try:
-        with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             [name] = [member_name for member_name in archive.namelist() if member_name.endswith("/data.pkl")]
             member = archive.getinfo(name)
             if member.file_size > LARGEST_PICKLE or member.compress_type != zipfile.ZIP_STORED:
@@ -441,7 +440,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
             corrupt_record = archive.testzip()  # because torch.load does not verify the checksums
             if corrupt_record:
                 raise zipfile.BadZipFile(f"checksum of record {corrupt_record}")
-        return torch.load(regular(path), map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact

@@ -16,7 +16,6 @@ from torch import Tensor
 from model import GPT, GPTConfig
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.foreign import ADAPTER, what_it_is
-from steadygpt.base.opening import open_to_read, read_file, regular
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
@@ -52,7 +51,6 @@ FLAGS_OF_SHAPE = ("num_layers", "num_heads", "embd_size", "context_length")
 # What the state of numpy's random numbers consists of in a pickle; numpy 1 has other modules.
 NUMPY = ("ndarray", "dtype", "core.multiarray._reconstruct", "_core.multiarray._reconstruct")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LARGEST_KEPT = 2**20  # bytes of a file that kept_files() keeps
 
 
 def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
@@ -270,9 +268,9 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             reason = next(reasons, "other formats are refused, because loading them can run code")
             raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {reason}")
         try:
-            with open_to_read(file) as opened:
+            with file.open("rb") as opened:
                 check_pulled(file, opened.peek(1))
-            weights |= _own_names(safetensors.torch.load_file(regular(file)))
+            weights |= _own_names(safetensors.torch.load_file(file))
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]
@@ -424,8 +422,8 @@ def kept_files(folder: Path, stored: dict) -> str:
     files = {}
     for name in hub.KEPT_FILES:
         path = folder / name
-        with suppress(OSError, UserError, ValueError, RecursionError):  # broken or large files are left out
-            text = read_file(path, LARGEST_KEPT).decode()
+        with suppress(OSError, UserError, ValueError, RecursionError):  # broken files are left out
+            text = path.read_bytes().decode()
             if path.suffix == ".json":
                 json.loads(text)
             files[name] = text

@@ -9,7 +9,6 @@ from typing import Annotated, Any, NamedTuple
 
 import yaml
 
-from steadygpt.base.opening import read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.network.hub import read_split
@@ -176,6 +175,6 @@ def _lines(path: Path) -> list[tuple[int, Any]]:
 
 def _read(path: Path) -> str:
     try:
-        return read_file(path).decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:  # a ValueError: not UTF-8, or a path with a NUL
         raise UserError(f"{path}: cannot be read ({error}); expected such a file, see docs/evaluation.md") from error

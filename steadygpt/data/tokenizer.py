@@ -19,7 +19,6 @@ from unicodedata import normalize
 import numpy as np
 import tiktoken
 
-from steadygpt.base.opening import read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
@@ -356,7 +355,7 @@ def fetch_json(name: str) -> str:
 def read_text(path: Path) -> str:
     """Read a tokenizer.json."""
     try:
-        text = read_file(path).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); expected a {TOKENIZER_JSON}") from error
     if not text:

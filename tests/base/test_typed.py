@@ -1,6 +1,5 @@
 """Content of files that fits the declared types, or one line that says where it does not."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypedDict
 
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
-from steadygpt.base.typed import Count, Loss, parse_json, read_json, typed
+from steadygpt.base.typed import Count, Loss, parse_json, typed
 
 
 class Shard(NamedTuple):
@@ -91,9 +90,3 @@ def test_any_content_fits_or_is_refused_in_one_line(key, value, zeros):
 def test_a_number_without_a_decimal_form_is_named():
     with pytest.raises(UserError, match=r"name is an integer of 99,658 bits; expected a string"):
         typed(GOOD | {"name": 10**30_000}, File, "f", "a")
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "run.json")
-    with pytest.raises(UserError, match=r"a pipe or a device; expected a file\. Remove it, or give another path"):
-        read_json(tmp_path / "run.json", File, "copy it again")

@@ -418,22 +418,6 @@ def test_a_restore_continues_after_lost_connections_and_in_the_file_of_an_earlie
     assert s3.sent(f"GET .*{entry.file}.* bytes") <= len(content) * 2 / 3 + 1
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_download_is_not_appended_to_what_is_in_the_place_of_its_temporary_file(saver_in, tmp_path, kind):
-    """A made mirror would choose what is written there: into a start-up file of the shell, for example."""
-    saver = saver_in()
-    saver.save(1, "rolling_step_000001.pt")
-    saver.uploaded()
-    [entry] = set(saver.mirror.index().checkpoints.values())
-    victim = tmp_path / "victim"
-    victim.write_text("mine\n")
-    temporary = tmp_path / f".{entry.file}.tmp"
-    temporary.symlink_to(victim) if kind == "link" else os.mkfifo(temporary)
-    with pytest.raises((UserError, OSError), match=r"a pipe or a device|Too many levels of symbolic links"):
-        saver.mirror.download(entry, tmp_path)
-    assert victim.read_text() == "mine\n"
-
-
 def test_the_mirror_replaces_no_damaged_file_and_none_that_cannot_be_read(url, capsys):
     latest = Path("one/latest.pt")
     tell(f"{FIRST}\nmv one/latest.pt kept; mkdir one/latest.pt")
