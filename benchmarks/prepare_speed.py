@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.compare import REPO, benchmark_parser, compare
-from steadygpt.prepare.source_files import find_files
+from steadygpt.prepare.source_files import local_files
 
 LOOP = """
 import json, time, numpy as np
@@ -45,7 +45,8 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in find_files("stdlib")]
+    files, _ = local_files("stdlib")
+    texts = [Path(file.path).read_text(encoding="utf-8", errors="replace") for file in files]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         written = 0

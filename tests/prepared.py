@@ -21,7 +21,7 @@ END = 256  # <|endoftext|> of the byte tokenizer
 DEFAULTS = ("--tokenizer", "bytes", "--num_workers", "1")  # one worker is this process
 
 
-def prepare(source: str, out="out", flags="--val_tokens 0") -> dict:
+def prepare(source: str, out="out", flags="--val_share 0") -> dict:
     """Run the command and return the manifest; of an option that is given twice, the last one counts."""
     assert prepare_dataset.main(["--source", source, "--out", out, *DEFAULTS, *shlex.split(flags)]) == 0
     return read_manifest(Path(out))
@@ -57,11 +57,10 @@ def prepare_interrupted(source: str, out: str, flags: str) -> int:
 
 @pytest.fixture
 def small_units(monkeypatch) -> None:
-    """Read files in units of about 2 kB, and save after each."""
+    """Read files in units of about 2 kB."""
     for module in (documents, sources):
         monkeypatch.setattr(module, "BLOCK_BYTES", 2000)
     monkeypatch.setattr(documents, "CUT_WINDOW", 20)
-    monkeypatch.setattr(writer, "SAVE_S", 0)
 
 
 def refused(flags: str, match: str) -> None:

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 BLOCK_BYTES = 2**14  # a body is sent in blocks, between which a fault can act
+CONVERTED = "converted"
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER that makes close() send a RST
 
 
@@ -71,14 +72,16 @@ class StandIn(Server):
     def clear(self) -> None:
         self.forget()
         self.heads: dict[str, str] = {}  # "datasets/OWNER/NAME" -> commit
+        self.converted: dict[str, str] = {}  # the same of the revision refs/convert/parquet
         self.commits: dict[tuple[str, str], dict[str, bytes]] = {}
         self.gated: set[str] = set()
         self.renamed: dict[str, str] = {}
 
-    def put(self, name: str, files: dict[str, bytes]) -> str:
+    def put(self, name: str, files: dict[str, bytes], revision: str = "main") -> str:
         """Commit a repository, such as "datasets/some/corpus"; return the commit. Older commits stay."""
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
-        self.heads[name], self.commits[name, commit] = commit, files
+        self.commits[name, commit] = files
+        (self.heads if revision == "main" else self.converted)[name] = commit
         return commit
 
 
@@ -116,6 +119,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def files(self, name: str, revision: str) -> tuple[str, dict[str, bytes] | None]:
         commit = self.hub.heads.get(name, "") if revision in ("", "main") else revision
+        if commit == CONVERTED:
+            commit = self.hub.converted.get(name, "")
         if name not in self.hub.heads:
             self.answer(401, b"", {"X-Error-Code": "RepoNotFound"})
         elif (name, commit) not in self.hub.commits:
@@ -126,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.hub.renamed:
             location = self.path.replace(name, self.hub.renamed[name])
             return self.answer(307, b"", {"Location": location})
-        revision, _, below = (rest or "").partition("/")
+        revision, _, below = (rest or "").replace("refs/convert/parquet", CONVERTED).partition("/")
         commit, files = self.files(name, revision)
         if files is None:
             return None

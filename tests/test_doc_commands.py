@@ -164,7 +164,8 @@ def test_commands_of_a_page_run(page, workdir):
         Path(folder, "text.txt").write_text("To be, or not to be, that is the question.\n" * 3000)
     Path("prompt.txt").write_text("To be")
     words = random.Random(0)  # which gzip packs as it packs text: val is measured in bytes of the files
-    lines = [json.dumps({"content": " ".join(words.choices(WORDS, k=50)), "text": "to be"}) for _ in range(500)]
+    texts = [" ".join(words.choices(WORDS, k=50)) for _ in range(1500)]
+    lines = [json.dumps({"content": text, "text": text}) for text in texts]
     Path("corpus/more.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     names = {"checkpoints", *re.findall(r"--checkpoint_dir (\S+)", page_text(page)), "checkpoints/quickstart"}
     if page != "your-own-text.md":  # whose commands train

@@ -270,7 +270,7 @@ def test_the_tokenizer_of_node_0_counts_on_all_nodes(workdir):
     """Another tokenizer.json on node 1 changes nothing: its ranks get that of rank 0."""
     Path("text.txt").write_text("some words and more of them " * 400)
     for node in ("node0", "node1"):
-        flags = ["--tokenizer", "bpe:270", "--out", f"{node}/data", "--num_workers", "1", "--val_tokens", "100"]
+        flags = ["--tokenizer", "bpe:270", "--out", f"{node}/data", "--num_workers", "1", "--val_share", "0.1"]
         assert prepare_dataset.main(["--source", "text.txt", *flags]) == 0
     for name in ("same", "other"):
         in_ranks(2, train_on_node, "--data_dir", "data", "--eval_freq", "4", *folders(name))

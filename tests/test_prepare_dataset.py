@@ -6,8 +6,7 @@ import gzip
 import json
 import os
 import re
-import subprocess
-import sys
+import shlex
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -33,9 +32,9 @@ import prepare_dataset
 from steadygpt.base.options import UserError
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
-from steadygpt.prepare import writer
+from steadygpt.prepare import lines, writer
 from steadygpt.prepare.manifest import Manifest
-from steadygpt.prepare.source_files import find_files
+from steadygpt.prepare.sources import find_source
 
 TEXTS = ["one", "the second one", "third " * 30, "fourth\n", f"5 {END_OF_TEXT}"] * 8
 
@@ -60,32 +59,31 @@ def write(files: dict[str, str | bytes]) -> None:
 
 
 def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(capsys):
-    manifest = prepare("docs.jsonl", flags="--shard_size 220 --val_tokens 150")
+    manifest = prepare("docs.jsonl", flags="--shard_size 220 --val_share 0.1")
     assert sorted(ids_of()) == sorted(ids_expected(TEXTS))
     assert (manifest["tokens"], manifest["documents"]) == (len(ids_expected(TEXTS)), len(TEXTS))
     shards = sorted(manifest["shards"], key=itemgetter("file"))
-    *train, last, val = [(shard["file"], shard["split"], shard["tokens"]) for shard in shards]
-    assert val[:2] == ("docs_val_000000.npy", "val") and 150 <= val[2] < 250
+    *train, val = [(shard["file"], shard["split"], shard["tokens"]) for shard in shards]
+    assert val[:2] == ("docs_val_000000.npy", "val") and 120 <= val[2] < 200
     assert train[0][:2] == ("docs_train_000000.npy", "train")
-    assert {tokens for *_, tokens in train} == {220} and last[2] <= 220
-    assert not list(Path("out").glob("*.part"))
+    assert max(tokens for *_, tokens in train) <= 220 < 2 * min(tokens for *_, tokens in train)
     for split in ("train", "val"):
         ShardSet.find("", "out", split).check(manifest["vocab_size"])
-    before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("[!.]*")}
     capsys.readouterr()
-    prepare("docs.jsonl", flags="--shard_size 220")  # --val_tokens is that of the first start
-    assert {path: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
+    prepare("docs.jsonl", flags="--shard_size 220")  # --val_share is that of the first start
+    assert {path: path.stat().st_mtime_ns for path in Path("out").glob("[!.]*")} == before
     complete, read, found, next_command = capsys.readouterr().out.splitlines()
     assert complete == "out: already complete"
     assert read == "40 documents, 8 <|endoftext|> inside texts encoded as text, 1,792 tokens"
-    assert re.match(r"1 val shard \(8\.\d% of the tokens\) and 8 train shards in out \(", found)
-    folders = "--data_dir out --checkpoint_dir checkpoints/out"
+    assert re.match(r"1 val shard \(1\d\.\d% of the tokens\) and 8 train shards in out \(", found)
+    folders = "--data_dir out --context_length 128 --checkpoint_dir checkpoints/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 
 
 def test_a_large_vocabulary_is_stored_as_uint32():
     write({"large.json": byte_tokenizer({END_OF_TEXT: 69999}, first_id=60000), "a.txt": "abc"})
-    manifest = prepare("a.txt", flags="--val_tokens 0 --tokenizer large.json")
+    manifest = prepare("a.txt", flags="--val_share 0 --tokenizer large.json")
     assert manifest["dtype"] == "uint32"
     assert ids_of() == [69999, 60097, 60098, 60099]
 
@@ -110,22 +108,6 @@ def test_a_manifest_with_other_values_is_refused(change):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     message = f"{path}: {min(change)}.* not a manifest; use a different --out, or empty out"
     refused("--source docs.jsonl", message)
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "own.json"])
-def test_a_folder_that_another_command_has_finished_is_kept_whatever_the_tokenizer(tokenizer, monkeypatch):
-    write({"own.json": byte_tokenizer({END_OF_TEXT: 300})})
-    find_source = prepare_dataset.find_source
-
-    def overtaken(*arguments):
-        monkeypatch.setattr(prepare_dataset, "find_source", find_source)
-        prepare("docs.jsonl", flags="--tokenizer gpt2")
-        return find_source(*arguments)
-
-    monkeypatch.setattr(prepare_dataset, "find_source", overtaken)
-    refused(f"--source docs.jsonl --tokenizer {tokenizer}", "out: prepared with tokenizer 'gpt2', but now it is")
-    assert json.loads(Path("out/manifest.json").read_text())["tokenizer"] == "gpt2"
-    assert not Path("out/tokenizer.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,30 +142,15 @@ def each(names: str, encode=str.encode) -> dict[str, bytes]:
 ], ids=lambda value: value if isinstance(value, str) else min(value))  # fmt: skip
 def test_every_format_gives_the_same_tokens(source, files):
     write(files)
-    prepare(source, flags="--text_field body --val_tokens 0")
+    prepare(source, flags="--text_field body --val_share 0")
     assert ids_of() == ids_expected(FORMAT_TEXTS)
 
 
 def test_stdlib_is_pythons_library_without_packages_and_tests():
-    files = find_files("stdlib")
+    files = [Path(file.path) for file in find_source("stdlib").files]
     assert {"argparse.py", "decoder.py"} <= {file.name for file in files}
     assert len(files) > 300
     assert not [file for file in files if {"site-packages", "test", "tests"} & set(file.parts[-3:])]
-
-
-def test_folders_are_read_recursively_without_hidden_and_other_files(capsys):
-    write({f"in/{name}": name for name in ("b.txt", "sub/a.md", "c.png", "package.json", ".hidden/d.txt")})
-    prepare("in")
-    assert ids_of() == ids_expected(["b.txt", "sub/a.md"])
-    assert "skipped 2 files of other types than .txt" in capsys.readouterr().err
-
-
-def test_linked_folders_are_read_once(folder):
-    write({name: name for name in ("in/a.txt", "disk/b.txt")})
-    for link, target in (("in/disk", "disk"), ("in/again", "disk"), ("disk/back", "in")):
-        Path(link).symlink_to(folder / target)
-    prepare("in")
-    assert ids_of() == ids_expected(["in/a.txt", "disk/b.txt"])
 
 
 @pytest.mark.parametrize("names", [
@@ -195,14 +162,16 @@ def test_a_folder_with_files_for_tests_is_refused_with_a_glob_for_those_for_trai
     message = rf"found {re.escape(f'tests/copy/{names[0]}')}, and .*{names[1]}, which is not for training; choose .*"
     refused("--source tests/copy", message)
     with pytest.raises(UserError) as raised:
-        find_files("tests/copy")
-    prepare(str(raised.value).split("'")[1])
+        prepare("tests/copy")
+    prepare(re.search(r"glob: --source '(.*?)'", str(raised.value))[1])
     assert ids_of() == ids_expected([names[0]] * 40)
 
 
 def test_a_folder_of_one_split_or_of_code_is_read():
     write({f"copy/data/train-{n}.jsonl": LINES for n in range(2)} | {"code/train.py": "a", "code/test.py": "b"})
-    assert len(find_files("copy")) == len(find_files("code")) == 2
+    assert len(find_source("code").files) == 2
+    Path("copy/data/train-1.jsonl").write_bytes(LINES + LINES)
+    assert len(find_source("copy").files) == 2
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -210,9 +179,9 @@ def test_a_field_within_a_field_is_named_with_a_dot(suffix):
     rows = [{"id": 1, "meta": {"text": "one", "n": 1}}, {"id": 2, "meta": None}, {"id": 3, "meta": {"text": "two"}}]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet")
-    manifest = prepare(f"a.{suffix}", flags="--text_field meta.text --val_tokens 0")
+    manifest = prepare(f"a.{suffix}", flags="--text_field meta.text --val_share 0")
     assert ids_of() == ids_expected(["one", "two"])
-    assert manifest["skipped"] == {"no field 'text'": 1}
+    assert manifest["skipped"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,30 +193,22 @@ def test_skipped_rows_are_counted_and_named(capsys):
         '{"text": "good \\udcff"}', "{broken", '{"text": ""}', '{"text": 3}', '{"text": null}', '{"other": "x"}', "",
         '{"text": "end"}',
     ]  # fmt: skip
-    write({"in/a.jsonl": "\n".join(lines) + "\n", "in/b.txt": b"a long document \xff " * 200})
-    write({"in/c.txt": "", "in/d.jsonl": ""})
+    long_row = b'{"text": "%s"}' % (b"a long document \xff " * 200)
+    write({"in/a.jsonl": "\n".join(lines) + "\n", "in/b.jsonl": long_row, "in/c.jsonl": ""})
     manifest = prepare("in")
     assert ids_of() == ids_expected(["good \ufffd", "end", "a long document \ufffd " * 200])
-    assert (manifest["documents"], manifest["repaired"]) == (3, 201)
-    reasons = ("broken JSON", "int, not a string", "null, not a string", "no field 'text'", "blank line")
-    assert manifest["skipped"] == {"no text": 1} | dict.fromkeys(reasons, 1)
+    assert (manifest["documents"], manifest["repaired"], manifest["skipped"]) == (3, 201, 5)
     captured = capsys.readouterr()
-    assert "a.jsonl:2: broken JSON" in captured.err and "no text" not in captured.err
-    assert "3 documents" in captured.out
-    assert "1 skipped (broken JSON)" in captured.out
-    assert "1 skipped (null, not a string)" in captured.out
-
-
-def test_a_first_line_that_is_longer_than_the_sample_does_not_exaggerate_the_forecast(monkeypatch, capsys):
-    monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 10_000)
-    write_rows("a.jsonl", ["a" * 30_000, "b"])
-    prepare("a.jsonl", flags="--val_tokens 0")
-    assert ", about 30,000 tokens\n" in capsys.readouterr().err
+    assert "a.jsonl:24: not JSON" in captured.err and "no text" not in captured.err
+    assert "a.jsonl:45: int, not a string" in captured.err
+    assert "a.jsonl:57: null, not a string" in captured.err
+    assert "a.jsonl:72: no field 'text', found other; set --text_field" in captured.err
+    assert "3 documents, 5 rows skipped, 201 invalid characters replaced" in captured.out
 
 
 def test_a_first_line_without_text_is_skipped_in_later_files():
     write({"in/0.jsonl": '{"text": "a"}\n{"text": "b"}\n', "in/1.jsonl": '{"meta": 1}\n{"text": "b"}\n'})
-    assert prepare("in")["skipped"] == {"no field 'text'": 1}
+    assert prepare("in")["skipped"] == 1
     assert ids_of() == ids_expected(["a", "b", "b"])
 
 
@@ -256,11 +217,10 @@ def test_texts_that_spell_the_document_token_are_counted_and_can_be_split(capsys
     write({"in/0.txt": "no such text", "in/a.txt": END_OF_TEXT.join(stories)})
     assert prepare("in")["spelled"] == {END_OF_TEXT: 2}
     said = capsys.readouterr()
-    assert "in/a.txt: contains <|endoftext|>, which is encoded as text. If it separates" in said.err
+    assert "in/a.txt: contains <|endoftext|>, which is encoded as text. If it separates documents" in said.err
     assert "2 documents, 2 <|endoftext|> inside texts encoded as text, " in said.out
-    command = said.err.split("as a line of JSON: ")[1].splitlines()[0].replace("TEXT", "in/a.txt", 1)
-    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
-    prepare("documents.jsonl", "split")
+    assert lines.main(shlex.split(said.err.split("write each as a row: ")[1].splitlines()[0])[3:]) == 0
+    prepare("in/a.jsonl", "split")
     assert ids_of("split") == ids_expected(stories)
 
 
@@ -272,13 +232,13 @@ def test_progress_may_be_disabled(monkeypatch, capsys):
 
 
 def test_a_full_disk_is_reported_with_path_and_bytes(monkeypatch):
-    def full(file):
+    def full(file, arr):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    message = r"^out/docs_val_000000\.npy\.part: No space left on device; [\d.,]+ [GT]B free; fix it, then run the "
+    message = r"^out/\.docs_train_000000\.npy\.tmp: No space left on device; [\d.,]+ [GT]B free; fix it, then run the "
     message += "same command again to resume$"
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "fsync", full)
+        patch.setattr(writer.np, "save", full)
         refused("--source docs.jsonl", message)
     assert prepare("docs.jsonl", flags="")["complete"]
 
@@ -297,15 +257,15 @@ def test_a_file_that_changes_while_it_is_read_is_named(monkeypatch, kind, change
     add = Manifest.add
     countdown = [calls]
 
-    def add_and_change(manifest, encoded):
+    def add_and_change(manifest, unit, encoded):
         countdown[0] -= 1
         if countdown[0] == 0:
             content = path.read_bytes()
             changed = {"append": content + content[-400:], "shorten": content[:-200], "overwrite": content}
             path.write_bytes(changed[change])
-        return add(manifest, encoded)
+        return add(manifest, unit, encoded)
 
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "add", add_and_change)
-        refused(f"--source a.{kind} --val_tokens 0", rf"a\.{kind}: (changed while it was read|cannot be read)")
-    assert not json.loads(Path("out/manifest.json").read_text())["complete"]
+        refused(f"--source a.{kind} --val_share 0", rf"a\.{kind}: (changed while the source was read|cannot be read)")
+    assert not Path("out/manifest.json").exists() or not json.loads(Path("out/manifest.json").read_text())["complete"]

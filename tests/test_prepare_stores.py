@@ -2,7 +2,6 @@
 
 import http.server
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -24,18 +23,17 @@ from test_hub import retries
 import prepare_dataset
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
-from steadygpt.network import remote, stores
-from steadygpt.network.hub import fetch, find_repo
-from steadygpt.prepare import documents, sources, writer
+from steadygpt.network import stores
+from steadygpt.prepare import documents, sources
 
 TEXTS = ALL_TEXTS[:1200]
 HUB_FILES = corpus(TEXTS)
-OF_HUB = "--val_tokens 0 --shard_size 80000 --name texts"
-FINE = "--val_tokens 0 --shard_size 30000"
+OF_HUB = "--val_share 0 --shard_size 80000 --name texts"
+FINE = "--val_share 0 --shard_size 30000"
 CORPUS_PART = "hf:some/corpus:part"
 IDS = np.random.default_rng(0).integers(0, 257, 48_000)
 STORE_FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 3))}
-OF_STORE = "--val_tokens 0 --shard_size 24000 --name ids"
+OF_STORE = "--val_share 0 --shard_size 24000 --name ids"
 
 
 class Network(NamedTuple):
@@ -56,7 +54,6 @@ async def no_pause(seconds: float) -> None:
 def hub(standin, tmp_path, monkeypatch) -> Server:
     """The Hub with a data set, and an empty working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare_dataset, "SAMPLE_BYTES", 50_000)
     small_blocks(monkeypatch)
     standin.put(CORPUS, HUB_FILES)
     return standin
@@ -66,7 +63,6 @@ def small_blocks(monkeypatch) -> None:
     """Let a file have several units."""
     for module in (documents, sources):
         monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)
-    monkeypatch.setattr(writer, "SAVE_S", 0)
 
 
 def fill(store: Server, monkeypatch) -> Server:
@@ -92,7 +88,9 @@ def network(request, hub, monkeypatch) -> Network:
     """The data set in hub, s3 or gcs."""
     if request.param == "hub":
         monkeypatch.setattr(retry, "sleep", lambda _: None)
-        return Network(hub, CORPUS_PART, OF_HUB, "GET .*part/1.parquet", "hf:some/corpus/part/1.parquet")
+        return Network(
+            hub, CORPUS_PART, OF_HUB, "GET .*part/1.parquet", "hf://datasets/some/corpus@[0-9a-f]*/part/1.parquet"
+        )
     bucket = fill(request.getfixturevalue(request.param), monkeypatch)
     return Network(bucket, f"{bucket.url}/*.npz", OF_STORE, r"GET .*part2\.npz.* bytes", f"{bucket.url}/part2.npz")
 
@@ -110,7 +108,9 @@ def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
             if name.endswith((".npz", "parquet")) and not name.startswith("other"):
                 (folder / flags / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / flags / name).write_bytes(data)
-        prepare(str(folder / flags), str(folder / f"out{flags}"), flags)
+        with pytest.MonkeyPatch.context() as patch:
+            small_blocks(patch)
+            prepare(str(folder / flags), str(folder / f"out{flags}"), flags)
         found[flags] = shards_of(folder / f"out{flags}")
     assert ids_of(folder / f"out{OF_HUB}") == ids_expected(TEXTS)
     assert ids_of(folder / f"out{OF_STORE}") == IDS.tolist()
@@ -130,53 +130,40 @@ def test_a_network_gives_the_shards_of_local_files_also_after_an_interruption(ne
 # the Hub
 
 
-def go_offline(monkeypatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-
-
-def test_files_of_the_network_and_of_the_cache_give_the_same_shards(hub, monkeypatch):
-    options = "--val_tokens 0 --shard_size 30000"
-    manifest = prepare(CORPUS_PART, "out", options)
+def test_the_commit_is_in_the_manifest_and_other_files_are_not_read(hub):
+    manifest = prepare(CORPUS_PART, "out", FINE)
     assert ids_of("out") == ids_expected(TEXTS)
     assert manifest["commit"] == hub.heads[CORPUS]
-    prepare(CORPUS_PART, "kept", f"{options} --keep_download")
-    assert files_of("kept") == files_of("out")
     assert not hub.sent("GET .*other/0.parquet")
     hub.log.clear()
-    prepare(CORPUS_PART, "cached", options)  # a downloaded file is never requested
-    assert files_of("cached") == files_of("out")
-    assert not hub.sent("GET .*parquet")
-    hub.log.clear()
-    go_offline(monkeypatch)
-    prepare(CORPUS_PART, "offline", options)
-    assert files_of("offline") == files_of("out")
+    prepare(CORPUS_PART, "out", FINE)  # the Hub is not asked about a preparation that is complete
     assert not hub.log
 
 
-def test_files_of_the_cache_are_read_without_a_network_and_without_a_variable(hub, monkeypatch, capsys):
-    prepare(CORPUS_PART, "out", "--keep_download")
-    monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
-    monkeypatch.setattr("steadygpt.network.hub.HUB.answered", False)
-    hub.fail("", times=-1, drop_after=0)
-    prepare(CORPUS_PART, "again", "")
-    assert files_of("again") == files_of("out")
-    assert f"no answer; using commit {hub.heads[CORPUS][:7]}, which is in the cache" in capsys.readouterr().err
+def test_other_formats_are_read_from_the_copy_of_the_hub_in_parquet(hub, capsys):
+    hub.put("datasets/some/csv", {"data/train.csv": b"text\nno\n"})
+    refused("--source hf:some/csv", "hf:some/csv@refs/convert/parquet: no such revision")
+    hub.put("datasets/some/csv", {"default/train/0000.parquet": parquet(TEXTS)}, "refs/convert/parquet")
+    capsys.readouterr()
+    prepare("hf:some/csv", "out", OF_HUB)
+    assert ids_of("out") == ids_expected(TEXTS)
+    said = "hf:some/csv: found csv; reading the Hub's copy of it in Parquet, @refs/convert/parquet\n"
+    assert said in capsys.readouterr().err
 
 
 def test_a_file_costs_a_request_for_each_read_ahead_and_few_more(hub, monkeypatch):
-    monkeypatch.setattr(remote, "READ_AHEAD", 100_000)
+    monkeypatch.setattr(stores, "BLOCK_BYTES", 100_000)
     file = parquet(ALL_TEXTS)
     hub.put("datasets/some/large", {"data/train.parquet": file})
     prepare("hf:some/large", "out", FINE)
     requests = [line for line, _ in hub.log if "train.parquet" in line]
-    assert len(file) / 100_000 < len(requests) < len(file) / 100_000 + 5  # for the sample, and twice for the footer
+    assert len(file) / 200_000 < len(requests) < len(file) / 100_000 + 5  # twice for the footer
 
 
 def test_an_interrupted_preparation_continues_inside_the_file(hub, monkeypatch):
-    monkeypatch.setattr(remote, "READ_AHEAD", 1000)
+    monkeypatch.setattr(stores, "BLOCK_BYTES", 1000)
     hub.put(CORPUS, corpus())
-    flags = "--val_tokens 0 --shard_size 90000"
+    flags = "--val_share 0 --shard_size 90000"
     shards = prepare(CORPUS_PART, "whole", flags)["shards"]
     of_whole = hub.sent("GET .*parquet")
     prepare_stopped(CORPUS_PART, "out", flags, before=len(shards) - 2)  # within the last file
@@ -190,42 +177,19 @@ def test_the_commit_moves_under_an_interrupted_preparation(hub, local_shards, ca
     prepare_stopped(CORPUS_PART, "out", OF_HUB, before=2)
     old, new = hub.heads[CORPUS], hub.put(CORPUS, corpus([text.upper() for text in TEXTS]))
     prepare(CORPUS_PART, "out", OF_HUB)
-    assert f"now at commit {new[:7]}; continuing with the pinned commit {old[:7]}" in capsys.readouterr().err
+    assert f"source: {CORPUS_PART} at commit {old[:7]}, 6 files" in capsys.readouterr().err
     assert shards_of("out") == local_shards[OF_HUB]
     assert prepare(CORPUS_PART, "new", OF_HUB)["commit"] == new
     assert shards_of("new") != local_shards[OF_HUB]
 
 
-def test_a_preparation_of_one_large_row_group_continues_with_files_of_the_cache(hub):
+def test_a_preparation_of_one_large_row_group_continues_within_it(hub):
     """A large row group is read in several batches: what is skipped at the start spans some of them."""
     hub.put("datasets/some/large", {"data/train.parquet": parquet(TEXTS, row_group_size=1200)})
     prepare("hf:some/large", "whole", FINE)
     prepare_stopped("hf:some/large", "out", FINE, before=7)
-    prepare("hf:some/large", "out", f"{FINE} --keep_download")
+    prepare("hf:some/large", "out", FINE)
     assert files_of("out") == files_of("whole")
-
-
-def test_too_small_a_disk_is_told_before_anything_is_written(hub, monkeypatch):
-    needed = 2 * len(ids_expected(TEXTS))
-    free = [0.8 * needed]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": int(free[0])}))
-    refused(
-        f"--source {CORPUS_PART} --keep_download", "free, .* needed for the shards; free some space, or give another"
-    )
-    assert not Path("out").exists()
-    assert not hub.sent("GET .*[1-5].parquet")
-    free[0] = 1.2 * needed
-    prepare(CORPUS_PART, "out", FINE)
-
-
-def test_a_cache_without_all_files_cannot_finish_a_preparation(hub, monkeypatch, capsys):
-    prepare_stopped(CORPUS_PART, "out", FINE, before=1)
-    repo = find_repo("dataset", "some/corpus")
-    for name in ("README.md", "part/0.parquet", "part/1.parquet"):
-        fetch(repo, name)
-    go_offline(monkeypatch)
-    refused(f"--source {CORPUS_PART} {FINE}", r"out: prepared with 6 files, .* but now found 2 files")
-    assert "in the cache are known" in capsys.readouterr().err
 
 
 def test_a_file_of_a_web_server_is_read(tmp_path, monkeypatch):
@@ -236,7 +200,7 @@ def test_a_file_of_a_web_server_is_read(tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        flags = ("--tokenizer", "bytes", "--num_workers", "1", "--val_tokens", "0", "--out", "web")
+        flags = ("--tokenizer", "bytes", "--num_workers", "1", "--val_share", "0", "--out", "web")
         assert prepare_dataset.main(["--source", f"{url}/x.txt", *flags]) == 0
         with pytest.raises(UserError, match=r"/none\.txt: no such file"):
             prepare_dataset.main(["--source", f"{url}/none.txt", *flags, "--out", "none"])
@@ -248,8 +212,8 @@ def test_fineweb_edu_is_the_default_and_replaces_a_preparation_without_shards(hu
     card = CARD.replace("part/*", "sample/10BT/*").replace("part", "sample-10BT")
     files = {"README.md": card.encode(), "sample/10BT/000_00000.parquet": parquet(TEXTS)}
     hub.put("datasets/HuggingFaceFW/fineweb-edu", files)
-    prepare_stopped(CORPUS_PART, "data/edu_fineweb10B", FINE, at="print_forecast")
-    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_tokens", "0", "--num_workers", "1"]) == 0
+    prepare_stopped(CORPUS_PART, "data/edu_fineweb10B", FINE, at="write_missing")
+    assert prepare_dataset.main(["--tokenizer", "bytes", "--val_share", "0", "--num_workers", "1"]) == 0
     assert Path("data/edu_fineweb10B/edufineweb_train_000000.npy").exists()
     assert ids_of("data/edu_fineweb10B") == ids_expected(TEXTS)
 
@@ -289,14 +253,13 @@ def test_passing_faults_of_a_network_cost_a_line_each(network, fault, local_shar
     assert shards_of("out") == local_shards[network.flags]
 
 
-@pytest.mark.parametrize("mode", ["", "--keep_download"])
-def test_a_hub_that_is_gone_is_waited_for_or_told(mode, hub, local_shards, capsys, monkeypatch):
+def test_a_hub_that_is_gone_is_waited_for_or_told(hub, local_shards, capsys, monkeypatch):
     monkeypatch.setattr(retry, "PATIENCE_S", 0.0)
     hub.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
-    refused(f"--source {CORPUS_PART} {OF_HUB} {mode}", r"no answer \(")
+    refused(f"--source {CORPUS_PART} {OF_HUB}", r"no answer \(")
     monkeypatch.setattr(retry, "PATIENCE_S", 60.0)
     monkeypatch.setattr(retry, "sleep", lambda _: hub.faults.clear())  # it is back after a pause
-    prepare(CORPUS_PART, "out", f"{OF_HUB} {mode}")
+    prepare(CORPUS_PART, "out", OF_HUB)
     assert retries(capsys)
     assert shards_of("out") == local_shards[OF_HUB]
 
@@ -317,7 +280,7 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
 def test_a_file_that_changed_between_two_starts_is_found(bucket):
     prepare_stopped(f"{bucket.url}/*.npz", "out", OF_STORE, before=1)
     bucket.put("part1.npz", npz(np.savez, ids=IDS[:16_000]))  # of the same size
-    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: prepared with 3 files, .* but now found 3 files")
+    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: prepared with 3 files, .* but now found other versions")
 
 
 def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
@@ -329,7 +292,7 @@ def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
         return found
 
     monkeypatch.setattr(stores.Store, "files", list_then_change)
-    changed = "part2.npz: changed in the store while it was read; run this again"
+    changed = "part2.npz: changed while the source was read; empty out, and prepare it again"
     refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", changed)
 
 
@@ -344,7 +307,6 @@ def test_mistakes_and_a_store_that_refuses_or_never_answers_are_reported_in_one_
         (f"'{url}/*.npy'", r"--source .*/\*.npy: no such file; expected a file, a folder, a glob, a URL"),
         (f"'{url}x/*.npz'", r"x/\*.npz: no such"),
         (f"{url}x", "x: no such"),
-        (f"{url} --keep_download", "--keep_download is for data sets of the Hub; copy the files"),
     ):
         refused(f"--source {flags}", message)
     monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)

@@ -241,13 +241,13 @@ def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
 
 @contextmanager
 def locked(folder: Path, advice: str) -> Iterator[IO[str]]:
-    """Lock a folder inside, as lock_folder() does. After a UserError, remove a lock and a folder that are new."""
+    """Lock a folder inside, as lock_folder() does. After an error of the user or Ctrl-C, remove what is new."""
     is_new_folder = not folder.exists()
     is_new_lock = not os.path.lexists(folder / ".lock")
     with lock_folder(folder, advice) as lock:
         try:
             yield lock
-        except UserError:
+        except (UserError, KeyboardInterrupt):
             if is_new_lock:
                 (folder / ".lock").unlink(missing_ok=True)
             if is_new_folder:

@@ -29,10 +29,6 @@ FROM_PICKLE = (
     'loading it can run code; write safetensors: python -c "import sys, transformers; '
     "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained('converted')\" FOLDER"
 )
-TO_TABLE = (
-    'write it as Parquet: python -c "import sys, pyarrow.csv as csv, pyarrow.parquet as parquet; '
-    "parquet.write_table(csv.read_csv(sys.argv[1]), 'rows.parquet')\" FILE"
-)
 WITH_CONFIG = "give their folder, which needs their config.json too: FOLDER"
 KINDS = (
     # weights
@@ -72,11 +68,6 @@ KINDS = (
         Foreign("token ids of llm.c", "train on their folder with --data_dir FOLDER", begins=struct.pack("<i", magic))
         for magic in (20240520, 20240801)
     ),
-    # text
-    Foreign("an archive", "unpack it, and give its folder", r".*\.(zip|tar|tgz|7z|rar)|.*\.tar\.\w+"),
-    Foreign("packed in another way", "pack it with gzip or zstd instead", r".*\.(xz|bz2|lz4|lzma|br|Z)"),
-    Foreign("a table of text", TO_TABLE, r".*\.(csv|tsv)"),
-    Foreign("a document with a layout", "write its text into a .txt file", r".*\.(pdf|docx?|odt|epub|rtf|html?)"),
 )  # fmt: skip
 # A key of the content of a file of torch.save, or of a dictionary in it -> what the file is, what to do.
 CONTENTS = {

@@ -11,10 +11,11 @@ import yaml
 
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, typed
-from steadygpt.network.hub import read_split
+from steadygpt.network.hub import read_table
 
 HELLASWAG, CORE = "hellaswag", "core"
 HUB = "Rowan/hellaswag"
+VALIDATION = "data/validation-00000-of-00001.parquet"
 ENDINGS = 4  # of each context of HellaSwag
 SCHEMA = "schema"  # the answers differ in their contexts
 GREEDY = "language_modeling"  # one answer, which is right if each of its tokens is the most likely one
@@ -85,7 +86,7 @@ class Listing(NamedTuple):
 def load_hellaswag(file: str = "", limit: int | None = None) -> list[Task]:
     """Load the first `limit` examples as one task, from the Hub or from a .jsonl file with the Hub's columns."""
     try:
-        lines = _lines(Path(file)) if file else [*enumerate(read_split(HUB, "validation"), start=1)]
+        lines = _lines(Path(file)) if file else [*enumerate(read_table(HUB, VALIDATION), start=1)]
     except (UserError, OSError) as error:
         raise UserError(f"{error}; --hellaswag_file FILE names a file with the examples") from error
     return [Task(HELLASWAG, HELLASWAG, _read_rows(HELLASWAG, file or HUB, lines[:limit]))]

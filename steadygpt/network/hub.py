@@ -1,10 +1,10 @@
-"""The Hugging Face Hub: data sets and models at one commit, read in place or from the Hub's cache."""
+"""The Hugging Face Hub: the files of a data set at one commit, and models in the Hub's cache."""
 
-from collections.abc import Iterator
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
+from typing import Annotated, NamedTuple, TypedDict
 
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
@@ -13,15 +13,12 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
 from steadygpt.base.typed import read_json
-from steadygpt.network.remote import RemoteFile
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
-
+from steadygpt.network.stores import RemoteFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
 # Files of a model besides weights and tokenizer.json: how it ends texts, and how a chat is written.
 KEPT_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CONVERTED = "refs/convert/parquet"  # the revision with the Hub's own copy of a data set in Parquet
 
 
 class _Index(TypedDict):
@@ -50,11 +47,6 @@ class Repo(NamedTuple):
     def snapshot(self) -> Path:
         """The folder of the commit in the cache. It contains files, or links to the blobs of other programs."""
         return self.cache / "snapshots" / self.commit
-
-    @property
-    def address(self) -> tuple[str, str | None]:
-        """Where `datasets` finds the repository: its name and the commit, or the folder in the cache."""
-        return (self.name, self.commit) if self.online else (str(self.snapshot), None)
 
 
 class NotFound(UserError):
@@ -91,12 +83,8 @@ persistently = HUB.persistently
 # names -> repositories and their files
 
 
-def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
-    """Find the commit that NAME[@REVISION] on the Hub refers to; without a network, the one in the cache.
-
-    Args:
-        pinned: the commit to use, even if the name now refers to another one, which is reported.
-    """
+def find_repo(kind: str, spec: str) -> Repo:
+    """Find the commit that NAME[@REVISION] on the Hub refers to; without a network, the one in the cache."""
     from huggingface_hub import HfApi, constants, snapshot_download, utils
     from huggingface_hub.errors import HFValidationError
 
@@ -107,7 +95,7 @@ def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
     if not name or (separator and not revision):
         raise UserError(f"'{subject}' is incomplete; expected NAME or NAME@REVISION, such as Qwen/Qwen3-0.6B")
     try:
-        cached = snapshot_download(name, repo_type=kind, revision=pinned or revision or None, local_files_only=True)
+        cached = snapshot_download(name, repo_type=kind, revision=revision or None, local_files_only=True)
         in_cache = Repo(kind, name, Path(cached).name, online=False)
     except HFValidationError as error:
         raise UserError(f"{subject}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
@@ -118,18 +106,16 @@ def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
     try:
         info = persistently(subject, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
     except NoAnswer:
-        if not in_cache or pinned:  # a preparation that has begun needs the rest of the files
+        if not in_cache:
             raise
         say(f"{subject}: no answer; using commit {in_cache.commit[:7]}, which is in the cache")
         return in_cache
     commit = str(info.sha)
     # Models keep the name that the user gave, as in the caches of other programs: gpt2, not openai-community/gpt2.
-    repo = Repo(kind, info.id if kind == "dataset" else name, pinned or commit)
+    repo = Repo(kind, info.id if kind == "dataset" else name, commit)
     if info.id != name and revision != commit:
         say(f"{subject}: {info.id} on the Hugging Face Hub")
-    if pinned and commit != pinned:
-        say(f"{subject}: now at commit {commit[:7]}; continuing with the pinned commit {pinned[:7]}")
-    if revision != commit and not pinned:  # so that the name is found in the cache, also by other programs
+    if revision != commit:  # so that the name is found in the cache, also by other programs
         refs = repo.cache / "refs" / (revision or "main")
         with suppress(OSError):  # a cache that cannot be written to may still be read
             refs.parent.mkdir(parents=True, exist_ok=True)
@@ -137,72 +123,75 @@ def find_repo(kind: str, spec: str, pinned: str = "") -> Repo:
     return repo
 
 
-def data_files(repo: Repo, config: str, split: str) -> tuple[str, list[RemoteFile]]:
-    """Return the format of a data set, as `datasets` names it ("parquet", "json"), and the files of a split, in order.
+def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[RemoteFile]]:
+    """Find the files of the split train of a data set NAME[@REVISION], in Parquet, JSON Lines or text.
 
-    The format is "" for files outside of the repository. Without a network, only the files in the cache are known.
+    Args:
+        pinned: the commit to use, even if the name now refers to another one.
+
+    Returns: the commit, and the files in the order of `datasets`.
     """
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    subject = f"{repo}:{config}" if config else str(repo)
-    name, revision = repo.address
-    try:
-        builder = persistently(subject, lambda: datasets.load_dataset_builder(name, config or None, revision=revision))
-    except UserError as error:
-        if repo.online:
-            raise
-        raise UserError(f"{subject}: its files are not in the cache, and there is no network") from error
+    name, separator, revision = spec.partition("@")
+    subject = f"hf:{spec}:{config}" if config else f"hf:{spec}"
+    if not name or (separator and not revision):
+        raise UserError(f"'{subject}' is incomplete; expected NAME or NAME@REVISION, such as roneneldan/TinyStories")
+    revision = pinned or revision
+    ask = partial(datasets.load_dataset_builder, name, config or None, revision=revision or None)
+    builder = persistently(subject, ask)
     splits = builder.config.data_files or {}
-    if split not in splits:
+    if "train" not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
-        raise UserError(f"{subject}: no split {split!r}, found {names}; expected a data set with this split")
-    base = f"@{repo.commit}/" if repo.online else f"{repo.snapshot}/"
-    if not all(base in path for path in splits[split]):  # the card refers to other places
-        return "", [_remote_file(repo, path, 0) for path in splits[split]]
-    paths = [path.split(base, 1)[1] for path in splits[split]]
-    if repo.online:
-        return builder.name, files_at(repo, paths)
-    return builder.name, [_remote_file(repo, path, (repo.snapshot / path).stat().st_size) for path in paths]
+        raise UserError(f"{subject}: no split 'train', found {names}; expected a data set with this split")
+    found = [re.fullmatch(r"hf://datasets/([^@]+)@([0-9a-f]{40})/(.+)", url) for url in splits["train"]]
+    places = {(match[1], match[2]) for match in found if match}
+    if None in found or len(places) > 1:  # the card refers to other places
+        places = {(name, pinned)}
+    ((name, commit),) = places
+    if commit and builder.name in ("parquet", "json", "text"):
+        return commit, _files_at(name, commit, [match[3] for match in found if match])
+    say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
+    return commit, _converted(name, builder.config.name)
 
 
-def files_at(repo: Repo, paths: list[str]) -> list[RemoteFile]:
-    """Ask for the sizes and checksums of files, and return the files in the order of `paths`."""
+def _converted(name: str, config: str) -> list[RemoteFile]:
+    """Find the files of the split train in the Hub's own copy of a data set in Parquet."""
     from huggingface_hub import HfApi
 
+    subject = f"hf:{name}@{CONVERTED}"
+    info = persistently(subject, lambda: HfApi().dataset_info(name, revision=CONVERTED))
+    folder = f"{config}/train/"
+    paths = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
+    if not paths:
+        raise UserError(f"{subject}: found no files in {folder}; expected a copy in Parquet, which the Hub makes")
+    return _files_at(name, str(info.sha), paths)
+
+
+def _files_at(name: str, commit: str, paths: list[str]) -> list[RemoteFile]:
+    """Ask for the sizes of files of a data set, and return the files in the order of `paths`."""
+    from huggingface_hub import HfApi, hf_hub_url
+
     files: dict[str, RemoteFile] = {}
-    ask: partial[list] = partial(HfApi().get_paths_info, repo.name, repo_type=repo.kind, revision=repo.commit)
+    ask: partial[list] = partial(HfApi().get_paths_info, name, repo_type="dataset", revision=commit)
     for first in range(0, len(paths), 500):
-        for info in persistently(repo, partial(ask, paths[first : first + 500])):
-            files[info.path] = _remote_file(repo, info.path, info.size, info.lfs.sha256 if info.lfs else "")
+        for info in persistently(f"hf:{name}", partial(ask, paths[first : first + 500])):
+            url = hf_hub_url(name, info.path, repo_type="dataset", revision=commit)
+            path = f"hf://datasets/{name}@{commit}/{info.path}"
+            files[info.path] = RemoteFile(path, info.size, commit, HUB, partial(_request, url))
     return [files[path] for path in paths]
 
 
-def _remote_file(repo: Repo, path: str, size: int, sha256: str = "") -> RemoteFile:
-    from huggingface_hub import hf_hub_url
-
-    url = hf_hub_url(repo.name, path, repo_type=repo.kind, revision=repo.commit)
-    name = f"{repo}/{path}"
-    request = partial(_request, name, url, size, sha256)
-    return RemoteFile(name, path, size, HUB, request, cached=repo.snapshot / path)
-
-
-def _request(name: str, url: str, size: int, sha256: str, start: int, end: int) -> Iterator[bytes]:
-    """Request the bytes [start, end) of a file, and check that it has this size and, if known, this SHA-256."""
+def _request(url: str, start: int, end: int) -> bytes:
+    """Request the bytes [start, end) of a file."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    if start >= end:  # such a range would be answered with the whole file
-        return
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, timeout=retry.SILENCE_S) as response:
-        hf_raise_for_status(response)
-        total = response.headers.get("Content-Range", "").rpartition("/")[2]
-        etags = [answer.headers.get("X-Linked-Etag", "") for answer in (*response.history, response)]
-        other_etags = {etag.strip('W/"') for etag in etags} - {"", sha256}
-        if total not in ("", "*", str(size)) or (sha256 and other_etags):
-            raise UserError(f"{name}: changed on the Hugging Face Hub while it was read; run this again")
-        yield from response.iter_bytes()
+    response = get_session().get(url, headers=headers, timeout=retry.SILENCE_S)
+    hf_raise_for_status(response)
+    return response.content
 
 
 def fetch(repo: Repo, path: str) -> Path:
@@ -227,20 +216,15 @@ def fetch(repo: Repo, path: str) -> Path:
         raise
 
 
-def read_split(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a small data set, NAME[@REVISION]; its Parquet files stay in the cache."""
+def read_table(name: str, path: str) -> list[dict]:
+    """Return the rows of a Parquet file of a small data set, NAME[@REVISION]; the file stays in the cache."""
     import pyarrow.parquet as pq
 
-    repo = find_repo("dataset", name)
-    _, files = data_files(repo, "", split)
-    rows = list[dict]()
-    for file in files:
-        path = fetch(repo, file.path)
-        try:
-            rows += pq.read_table(path).to_pylist()
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path}: cannot be read ({brief(error)}); remove it, then run this again") from error
-    return rows
+    file = fetch(find_repo("dataset", name), path)
+    try:
+        return pq.read_table(file).to_pylist()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file}: cannot be read ({brief(error)}); remove it, then run this again") from error
 
 
 def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
@@ -277,12 +261,3 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     stored = read_json(index, _Index, "expected the file of each weight; copy it again")
     return sorted({folder / name for name in stored["weight_map"].values()})
-
-
-def stream(repo: Repo, config: str, split: str) -> "IterableDataset":
-    """Return a split of a data set in any format that `datasets` reads, as an IterableDataset."""
-    from datasets import load_dataset
-
-    name, revision = repo.address
-    options: dict = {"split": split, "revision": revision, "streaming": True}
-    return persistently(repo, lambda: load_dataset(name, config or None, **options))

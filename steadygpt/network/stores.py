@@ -1,18 +1,19 @@
 """Files in object stores and other file systems of fsspec: listed, and read in place."""
 
 import glob
+import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service, brief, kinds, status_of
-from steadygpt.network.remote import RemoteFile
 
-BLOCK_BYTES = 9_000_000  # of one request, at most; a lost connection loses one block
+BLOCK_BYTES = 2**24  # of one request; services limit the rate of requests, and a lost connection loses one of them
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 LOG_IN = {
     "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -22,8 +23,44 @@ VERSIONS = ("generation", "ETag", "etag", "mtime", "LastModified", "last_modifie
 DENIED = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GoogleAuthError"}
 
 
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a store, or of the Hub at a commit."""
+
+    path: str  # its URL
+    size: int  # in bytes
+    version: str  # changes with the content; "" if the store has none
+    service: Service = field(compare=False)
+    request: Callable[..., bytes] = field(compare=False)  # returns the bytes [start, end), given by name
+
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes [start, end) in blocks; after a lost connection, request the block again."""
+        most = 2 * BLOCK_BYTES  # what a reader wants, and a block ahead of it
+        for at in range(start, end, most):
+            size = min(most, end - at)
+            block = self.service.persistently(self.path, partial(self.request, start=at, end=at + size))
+            if len(block) != size:
+                raise UserError(
+                    f"{self.path}: found {len(block):,} bytes, expected {size:,}; it has changed, or its server gives "
+                    "no parts of files. Copy it, and prepare the copy"
+                )
+            yield block
+
+    def open(self) -> BinaryIO:
+        """Open the file, which is read in blocks without a copy on the disk; it has peek() and a name."""
+        from fsspec.spec import AbstractBufferedFile
+
+        class InPlace(AbstractBufferedFile):
+            def _fetch_range(file, start: int, end: int) -> bytes:  # noqa: N805
+                return b"".join(self.read(start, end))
+
+        file = InPlace(None, self.path, block_size=BLOCK_BYTES, size=self.size)
+        file.name = self.path
+        return io.BufferedReader(file, 2**16)
+
+
 class Store:
-    """The files that a URL such as s3://bucket/folder or gs://bucket/*.npz matches.
+    """The files that a URL such as s3://bucket/folder or gs://bucket/*.parquet matches.
 
     Args:
         silence_s: a connection without data for this long is closed; 0: after retry.SILENCE_S.
@@ -63,25 +100,14 @@ class Store:
             infos = find(self.path, detail=True).items()
             return [info if info.get("size") is not None else self.fs.info(path) for path, info in infos]
 
+        infos = self.service.persistently(self.url, ask)
         files = []
-        for info in self.service.persistently(self.url, ask):
+        for info in infos:
             if info["type"] == "file":
                 url = self.fs.unstrip_protocol(info["name"])
-                version = version_of(info)
-                request = partial(self._request, url, version)
-                files.append(RemoteFile(url, url, info["size"], self.service, request, version))
+                request = partial(self.fs.cat_file, url)
+                files.append(RemoteFile(url, info["size"], version_of(info), self.service, request))
         return sorted(files, key=lambda file: PurePosixPath(file.path))
-
-    def _request(self, url: str, version: str, start: int, end: int) -> Iterator[bytes]:
-        """Request the bytes [start, end) of a file, and check that it has not changed."""
-        while start < end:
-            block = self.fs.cat_file(url, start=start, end=min(start + BLOCK_BYTES, end))
-            if not block:
-                break
-            yield block
-            start += len(block)
-        if version_of(self.fs.info(url)) != version:
-            raise UserError(f"{url}: changed in the store while it was read; run this again")
 
     def _refusal(self, subject: object, error: Exception) -> UserError:
         """Explain an error that a retry cannot help."""

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +16,9 @@ from steadygpt.base.text import counted
 from steadygpt.base.typed import Count, read_json
 from steadygpt.data.shards import MANIFEST, ShardEntry, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, record_named
-from steadygpt.prepare.documents import PIECE_BYTES, Block
+from steadygpt.prepare.documents import PIECE_BYTES, Block, Damaged
 from steadygpt.prepare.encode import Encoded, encode
 from steadygpt.prepare.sources import Place
-
-VAL_SHARE = 1 / 40
 
 
 @dataclass(kw_only=True)
@@ -34,39 +32,34 @@ class Manifest:
     tokenizer_bytes: Count = 0  # at most so much text trained the tokenizer, if this preparation trained it
     document_token: str = END_OF_TEXT
     shard_size: Annotated[int, 1]
-    val_tokens: Count | None  # the option
-    val_share: Annotated[float, 0, 1] = VAL_SHARE  # of the text, at most
-    piece_bytes: Annotated[int, 1] = (
-        PIECE_BYTES  # about the size of a piece, which is in one split: bytes, or token ids
-    )
+    val_share: Annotated[float, 0, 1]  # of the text, at most
+    piece_bytes: Annotated[int, 1] = PIECE_BYTES  # about the size of a piece, which is in one split
     text_field: str
     commit: str  # of a data set of the Hub
-    files: str  # the source's fingerprint
+    files: str  # a fingerprint of the names and sizes of the source's files
+    versions: str = ""  # a fingerprint of their versions, until the preparation is complete
     complete: bool = False
     vocab_size: Count
     dtype: Annotated[str, "uint16|uint32"]
     documents: Count = 0
+    skipped: Count = 0  # rows
+    damaged: list[str] = field(default_factory=list)  # files that were not read to their end, and why
     repaired: Count = 0
     spelled: dict[str, Count] = field(default_factory=dict)  # special token -> how often texts contain its characters
-    skipped: dict[str, Count] = field(default_factory=dict)  # reason -> rows
     read: Count = 0  # bytes of text so far, or token ids
     read_for_val: Count = 0  # the part of `read` that is in val
     tokens: Count = 0
-    tokens_for_val: Count = 0
     shards: list[ShardEntry] = field(default_factory=list)
-    # Only until the preparation is complete:
-    times: str = ""  # a fingerprint of the modification times of the source's files
-    next: Place = field(default_factory=Place)  # where the first unit begins that is not saved
-    begun: dict[str, Count] = field(default_factory=dict)  # split -> tokens saved of its next shard
+    next: Place = field(default_factory=Place)  # where the first unit begins that is not in the shards
 
     @staticmethod
     def load(out: Path, options: Mapping[str, Any]) -> "Manifest | None":
-        """Read the manifest of an earlier run of the same preparation; None if that has saved nothing.
+        """Read the manifest of an earlier run of the same preparation, if there is one.
 
         Args:
             options: of this run; None and "" match any value.
 
-        Raises: UserError if the earlier run had different options, or if its shards are damaged.
+        Raises: UserError if the earlier run wrote shards with different options, or if its shards are damaged.
         """
         advice = f"use a different --out, or empty {out}"
         try:
@@ -75,10 +68,6 @@ class Manifest:
             foreign = sorted(path.name for path in out.glob("*") if path.suffix in (".npy", ".bin"))
             if foreign:
                 raise UserError(f"{out}: holds {foreign[0]} but no {MANIFEST}; {advice}") from None
-            return None
-        except NotADirectoryError:
-            raise UserError(f"--out {out} is a file; expected a folder") from None
-        if not (manifest.shards or manifest.next != Place()):
             return None
         options = dict(options)
         path = Path(options["tokenizer"])
@@ -89,6 +78,8 @@ class Manifest:
         for key, value in options.items():
             if hasattr(manifest, key) and value not in (None, "", getattr(manifest, key)):
                 differences.append(f"{key} {getattr(manifest, key)!r}, but now it is {value!r}")
+        if differences and not manifest.shards:
+            return None
         if differences:
             raise UserError(f"{out}: prepared with {'; '.join(differences)}; {advice}")
         for shard in manifest.shards:
@@ -108,40 +99,56 @@ class Manifest:
 
     def save(self, out: Path) -> None:
         """Replace the manifest atomically."""
-        content = vars(self) | {"next": self.next._asdict()}
+        content = asdict(self) | {"next": self.next._asdict()}
         if self.complete:
-            del content["times"], content["next"], content["begun"]
+            del content["versions"], content["next"]
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
-    def add(self, unit: Encoded) -> dict[str, list[np.ndarray]]:
-        """Count a unit, and return the ids of each split.
+    def add(self, unit: list[Block], encoded: Encoded) -> list[tuple[str, np.ndarray]]:
+        """Count a unit, and return its ids in parts, each with its split.
 
         A piece of text goes to val if val then still has at most its share of all the text so far. So val is spread
         over the source, and never exceeds its share.
         """
-        ids: dict[str, list[np.ndarray]] = {"val": [], "train": []}
-        begin = 0
-        for end, size in zip(unit.ends, unit.sizes, strict=True):
+        parts = []
+        begin = 0  # of consecutive pieces that are in one split
+        end = 0
+        split = "train"
+        for piece_end, size in zip(encoded.ends, encoded.sizes, strict=True):
             self.read += size
-            is_val = self.read_for_val + size <= self.val_share * self.read
-            if self.val_tokens is not None and self.tokens_for_val >= self.val_tokens:
-                is_val = False
-            if is_val:
+            piece_split = "train"
+            if self.read_for_val + size <= self.val_share * self.read:
                 self.read_for_val += size
-                self.tokens_for_val += end - begin
-            ids["val" if is_val else "train"].append(unit.ids[begin:end])
-            begin = end
-        self.documents += unit.documents
-        self.repaired += unit.repaired
-        self.spelled = Counter(self.spelled) + Counter(unit.special_texts)
-        self.tokens += len(unit.ids)
-        self.skipped = Counter(self.skipped) + Counter(reason for _, reason in unit.skipped)
-        return ids
+                piece_split = "val"
+            if piece_split != split:
+                parts.append((split, encoded.ids[begin:end]))
+                begin = end
+                split = piece_split
+            end = piece_end
+        parts.append((split, encoded.ids[begin:end]))
+        self.documents += encoded.documents
+        self.repaired += encoded.repaired
+        self.spelled = dict(Counter(self.spelled) + encoded.special_texts)
+        self.skipped += len(encoded.skipped)
+        self.damaged += [str(error) for error in encoded.damaged]
+        self.tokens += len(encoded.ids)
+        last = unit[-1]
+        self.next = Place(last.file, last.end)
+        if isinstance(last.data, Damaged):
+            self.next = Place(last.file + 1)
+        return parts
+
+    def tokens_of(self, split: str) -> int:
+        """Return the number of tokens in the shards of a split."""
+        return sum(shard["tokens"] for shard in self.shards if shard["split"] == split)
 
     def counts(self) -> str:
         """Return a line with the counts of documents, skipped rows, repairs and tokens."""
-        notes = [counted(self.documents, "document")] if self.documents else []  # unknown if the source holds token ids
-        notes += [f"{count:,} skipped ({reason})" for reason, count in self.skipped.items()]
+        notes = [counted(self.documents, "document")]
+        if self.skipped:
+            notes.append(f"{counted(self.skipped, 'row')} skipped")
+        if self.damaged:
+            notes.append(f"{counted(len(self.damaged), 'damaged file')} skipped")
         if self.repaired:
             notes.append(f"{counted(self.repaired, 'invalid character')} replaced")
         notes += [f"{count:,} {token} inside texts encoded as text" for token, count in self.spelled.items()]

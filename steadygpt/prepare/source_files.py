@@ -1,21 +1,24 @@
-"""Search for the readable files of a source; each is found once, even if several links lead to it."""
+"""What the corpus of a source is: which of its files are read, and why the others are not."""
 
 import glob
+import hashlib
 import os
 import re
-import stat
+import shlex
 import sysconfig
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO
 
-from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import UserError
-from steadygpt.base.progress import say
-from steadygpt.base.text import counted
-from steadygpt.prepare.documents import READABLE, suffix_of
+from steadygpt.base.text import some
+from steadygpt.base.typed import read_json
+from steadygpt.prepare.documents import LINES, PACKED, READABLE, TEXTS, naming, open_text, suffix_of
 from steadygpt.prepare.ids import ID_SUFFIXES
+from steadygpt.prepare.lines import convert_command
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -23,131 +26,200 @@ SPLITS = re.compile(r"(?<![a-z])(?:(train)|test|val|valid|validation|dev|eval)(?
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
 )
-Entered = Counter[tuple[int, int]]  # (device, inode) of a folder -> how many of its names the search has met
+# Names that are no text of a corpus, and what they are. The whole name has to match.
+NEVER = {
+    "a card or a licence": r"(readme|licen[sc]e|copying|notice|authors|contributing|change(s|log)|citation|security|"
+    r"code_of_conduct|dataset_?card|sha\d+sums?|checksums?|requirements)([_-]\w+)*(\.\w\w)?(\.(md|txt|rst))?",
+    "a description of other files": r"(dataset_infos?|dataset_dict|state|package(-lock)?|meta(data)?|info|index|config|"
+    r"manifest|tokenizer(_config)?|special_tokens_map|generation_config|vocab)\.json",
+    "a cache of `datasets`": r"cache-.*\.arrow",
+    "the index of Megatron's token ids (MMIDIDX)": r".*\.idx",
+}
+# Kinds of file, from the first to the last choice: only those of the first kind that a source has are read.
+TIERS = (
+    (".parquet", ".arrow", ".jsonl", ".ndjson", *ID_SUFFIXES),
+    (".json",),  # beside others, these are rarely JSON Lines
+    (".txt", ".md"),
+    (".py",),  # beside others, these are scripts
+)
+BESIDE = "beside other files, which are read in place of these"
+# Data of a kind that is not read: a pattern of its name, and the command that turns it into what is read.
+ARCHIVES = {r"\.zip$": "python -m zipfile -e", r"\.(tar(\.\w+)?|tgz)$": "python -m tarfile -e"}
+TO_CONVERT = r"\.(csv|tsv)(\.(gz|zst|xz|bz2|lzma))?$|\.(json|jsonl|ndjson|txt|md)\.(xz|bz2|lzma)$"
+SAMPLE_BYTES = 2**16  # at the beginning of files of equal size; where these differ, the files do
 
 
-def find_files(source: str, out: Path | None = None) -> list[Path]:
-    """Find the readable files of a file, a folder with all folders in it, a glob or "stdlib", sorted by name.
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of this machine."""
 
-    A file or folder with several names, by links, is listed under the first name. Hidden names in folders are left out.
+    path: str
+    size: int  # in bytes
+    version: str  # the time of its last change
+
+    def open(self) -> BinaryIO:
+        return Path(self.path).open("rb")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which files there are
+
+
+def local_files(name: str, out: Path | None = None) -> tuple[list[LocalFile], list[str]]:
+    """Find the files of a corpus: of a file, a folder, a glob or "stdlib", sorted by name; each real file once.
+
+    Hidden names are left out.
 
     Args:
-        out: the folder for the shards; it is left out if it lies in a folder that is searched.
+        out: the folder for the shards, whose files are left out.
 
-    Raises: UserError if there are no readable files, or both text and token ids.
+    Returns: the files, and a line on each kind of file that is left out.
     """
-    entered: Entered = Counter()
-    if source == "stdlib":
-        return sorted(path for path in files_below(STDLIB, entered, NOT_IN_STDLIB) if path.suffix == ".py")
-    if not source:
+    if not name:
         raise UserError(f"--source is empty; expected {EXPECTED}")
-    names: set[str] = set()
-    for path in [Path(source)] if os.path.lexists(source) else matches(source):
-        if path.is_dir():
-            below = list(files_below(path, entered))
-            folders = {file.parent for file in below}
-            excluded = {folder for folder in folders if out and is_in(folder, out)}
-            names.update(str(file) for file in below if file.parent not in excluded)
-        elif path.exists() or str(path) == source:  # a glob also matches dangling links
-            names.add(str(path))
-    chosen = choose(source, sorted(names, key=Path))
-    files: dict[tuple[int, int], Path] = {}
-    for name in chosen:
-        status = Path(name).stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{name}: not a regular file; expected {EXPECTED}")
-        files.setdefault((status.st_dev, status.st_ino), Path(name))
-    num_links = len(chosen) - len(files) + sum(entered.values()) - len(entered)
-    if num_links:
-        say(f"{source}: left out {counted(num_links, 'link')} to files and folders that have another name here")
-    return list(files.values())
-
-
-def is_in(path: Path, folder: Path) -> bool:
-    """Return whether a path leads to a folder or to something in it."""
-    return path.resolve().is_relative_to(folder.resolve())
-
-
-def matches(pattern: str) -> list[Path]:
-    """Return what a glob matches, sorted; ** stands for a folder and all folders in it, each once.
-
-    The ** of glob is not used, because it follows links that lead back, until a path is too long.
-    """
-    parts = re.split(r"(?:(?<=/)|^)\*\*(?:/+|$)", pattern, maxsplit=1)
-    if len(parts) == 1:
-        return sorted(map(Path, glob.glob(pattern)))
-    head, rest = parts
+    pattern = Path(STDLIB if name == "stdlib" else name)
     paths: set[Path] = set()
-    for base in glob.glob(head) if head else [os.curdir]:
-        if not rest:
-            paths.add(Path(base))
+    for match in [pattern] if os.path.lexists(pattern) else matches(pattern):
+        paths.update(match.glob("**/*") if match.is_dir() else [match])
+    links_to_folders: list[str] = []
+    other_names: list[str] = []
+    files: dict[tuple[int, int], LocalFile] = {}
+    for path in sorted(paths):
+        if any(part.startswith(".") for part in {*path.parts} - {*pattern.parts}):
             continue
-        for folder, _ in walk(Path(base), Counter()):
-            paths.update(matches(f"{glob.escape(str(folder))}/{rest}"))
-    return sorted(paths)
+        if name == "stdlib" and (path.suffix != ".py" or NOT_IN_STDLIB & {*path.relative_to(STDLIB).parts}):
+            continue
+        if path.is_symlink() and path.is_dir():
+            links_to_folders.append(str(path))
+        elif path.is_file() and not (out and path.resolve().is_relative_to(out.resolve())):
+            status = path.stat()
+            identity = status.st_dev, status.st_ino
+            if identity in files:
+                other_names.append(str(path))
+            files.setdefault(identity, LocalFile(str(path), status.st_size, str(status.st_mtime_ns)))
+    by_path = {file.path: file for file in files.values()}
+    chosen, notes = choose(name, [*by_path])
+    if other_names:
+        notes.append(left_out(name, other_names, "links to files that have another name here"))
+    if links_to_folders:
+        folder = Path(links_to_folders[0]).parent
+        notes.append(left_out(name, links_to_folders, f"links to folders; to read them too: --source '{folder}/*'"))
+    kept = [by_path[path] for path in chosen]
+    if name != "stdlib" and chosen != [name]:
+        of_data_set = without_caches(kept)
+        if len(of_data_set) < len(kept):
+            others = [file.path for file in kept if file not in of_data_set]
+            notes.append(left_out(name, others, "not among the files of the data set, which state.json names"))
+        kept, copies = without_copies(of_data_set)
+        if copies:
+            pairs = [f"{path} (of {first})" for path, first in copies.items()]
+            notes.append(left_out(name, pairs, "copies"))
+        check_formats(name, [file.path for file in kept])
+    return kept, notes
 
 
-def files_below(folder: Path, entered: Entered, excluded: Collection[str] = ()) -> Iterator[Path]:
-    """Yield the files of a folder and of all folders in it that are not entered yet, without dangling links."""
-    for parent, names in walk(folder, entered, excluded):
-        for name in names:
-            path = parent / name
-            if path.is_file():
-                yield path
+def matches(pattern: Path) -> list[Path]:
+    """Return what a glob matches."""
+    base = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    if base == pattern:
+        return []
+    try:
+        return list(base.glob(str(pattern.relative_to(base))))
+    except ValueError as error:  # a**
+        raise UserError(f"--source {pattern}: {error}") from None
 
 
-def walk(folder: Path, entered: Entered, excluded: Collection[str] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and all folders in it that are not entered yet, each with the names in it that are no folders.
+def left_out(source: str, names: Sequence[str], reason: str) -> str:
+    """Return a line that names files that are not read."""
+    return f"{source}: left out {', '.join(some(names, 'file'))}: {reason}"
 
-    Hidden names and the names in `excluded` are left out.
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which of them are the corpus
+
+
+def choose(source: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Choose the files of a corpus by their names.
+
+    A file that is the source itself is read, whatever its name means elsewhere.
+
+    Returns: the chosen names, and a line on each kind of file that is left out.
+
+    Raises: UserError if no file can be read, or if some of the others have to be chosen by the user.
     """
-
-    def refuse(error: OSError) -> NoReturn:
-        raise error
-
-    def visible(names: list[str]) -> list[str]:
-        return sorted(name for name in names if name not in excluded and not name.startswith("."))
-
-    for parent, subfolders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        status = Path(parent).stat()
-        identity = status.st_dev, status.st_ino
-        entered[identity] += 1
-        if entered[identity] > 1:
-            subfolders[:] = []  # tells os.walk to enter none of them
-            continue
-        subfolders[:] = visible(subfolders)
-        yield Path(parent), visible(names)
-
-
-def choose(source: str, names: Sequence[str]) -> list[str]:
-    """Return the names of files that can be read."""
-    chosen = [name for name in names if suffix_of(name)]
-    # Beside other files, .json files are rarely JSON Lines.
-    chosen = [name for name in chosen if suffix_of(name) != ".json"] or chosen
+    if [*names] == [source] and suffix_of(source):
+        return [source], []
+    reasons: dict[str, list[str]] = defaultdict(list)  # why files are not read -> their names
+    tiers: list[list[str]] = [[] for _ in TIERS]
+    for name in names:
+        last = re.split("[/\\\\]", name)[-1]
+        never = next((kind for kind, pattern in NEVER.items() if re.fullmatch(pattern, last, re.IGNORECASE)), "")
+        suffix = suffix_of(name).removesuffix(".gz").removesuffix(".zst")
+        if never:
+            reasons[never].append(name)
+        elif suffix:
+            number = next(number for number, tier in enumerate(TIERS) if suffix in tier)
+            tiers[number].append(name)
+        else:
+            reasons[what_to_type(source, name)].append(name)
+    chosen = next(filter(None, tiers), [])
     if not chosen:
-        for name in names:
-            kind = what_it_is(Path(name))
-            if kind:
-                raise UserError(f"--source {source}: {name} is {kind}")
-        problem = "no such file"
-        if names:
-            problem = f"found {counted(len(names), 'file')} of other types"
-        elif Path(source).is_dir():
-            problem = "an empty folder"
-        raise UserError(f"--source {source}: {problem}; expected {EXPECTED}; files of {READABLE}")
+        raise nothing_found(source, names, reasons)
+    for tier in tiers:
+        if tier and tier is not chosen:
+            suffixes = " ".join(sorted({suffix_of(name) for name in tier}))
+            reasons[f"{suffixes} {BESIDE}; to read them, choose them with a glob: {glob_of(source, tier)}"] += tier
     ids = [name for name in chosen if suffix_of(name) in ID_SUFFIXES]
-    if 0 < len(ids) < len(chosen):
-        text = next(name for name in chosen if suffix_of(name) not in ID_SUFFIXES)
+    texts = [name for name in tiers[0] if name not in ids] + tiers[2]
+    if ids and texts:
         raise UserError(
-            f"--source {source}: found text, such as {text}, and token ids, such as {ids[0]}; expected only one kind; "
-            f"choose files with a glob such as '*{suffix_of(text)}'"
+            f"--source {source}: found text, such as {texts[0]}, and token ids, such as {ids[0]}; expected only one "
+            f"kind; choose files with a glob: {glob_of(source, texts[:1])} or {glob_of(source, ids[:1])}"
         )
     if not glob.has_magic(source):
         check_splits(source, [name for name in chosen if suffix_of(name) not in (".py", ".md")])
-    if len(chosen) < len(names):
-        skipped = counted(len(names) - len(chosen), "file")
-        say(f"{source}: skipped {skipped} of other types than {READABLE}, or .json beside these")
-    return chosen
+    return chosen, [left_out(source, names, reason) for reason, names in reasons.items()]
+
+
+def glob_of(source: str, names: Sequence[str]) -> str:
+    """Return --source with a glob for the files of a source that have the suffix of the first of these names."""
+    base = source.rstrip("/")
+    if glob.has_magic(source):
+        base = os.path.commonpath([Path(name).parent for name in names]) or os.curdir
+    return f"--source {shlex.quote(f'{base}/**/*{suffix_of(names[0])}')}"
+
+
+def what_to_type(source: str, name: str) -> str:
+    """Return why a file of a kind that is not read is left out, and what to type if it is data."""
+    then = "then run this again"
+    if "://" in name and any(re.search(pattern, name.lower()) for pattern in ARCHIVES):
+        return "an archive; unpack it"
+    for pattern, command in ARCHIVES.items():
+        if re.search(pattern, name.lower()):
+            folder = re.sub(pattern, "", name, flags=re.IGNORECASE)
+            if name == source:
+                then = f"then --source {shlex.quote(folder)}"
+            return f"an archive; type {command} {shlex.quote(name)} {shlex.quote(folder)}, {then}"
+    if re.search(TO_CONVERT, name.lower()):
+        if name == source:
+            target = re.sub(rf"(\.(json|jsonl|ndjson|txt|md))?({TO_CONVERT})", ".jsonl", name, flags=re.IGNORECASE)
+            then = f"then --source {shlex.quote(target)}"
+        return f"of a kind that is not read; type {convert_command(name)}, {then}"
+    return "of other types"
+
+
+def nothing_found(source: str, names: Sequence[str], reasons: dict[str, list[str]]) -> UserError:
+    """Explain that a source has no file that is read."""
+    problem = "no such file"
+    if names:
+        reasons = dict(
+            sorted(reasons.items(), key=lambda item: "; type " not in item[0])
+        )  # what can be converted first
+        problem = "; ".join(f"{', '.join(some(found, 'file'))}: {reason}" for reason, found in reasons.items())
+        return UserError(f"--source {source}: found {problem}; expected files of {READABLE}")
+    if os.path.isdir(source):  # noqa: PTH112 (Path.is_dir may raise)
+        problem = "an empty folder, or only that for the shards"
+    return UserError(f"--source {source}: {problem}; expected {EXPECTED}; files of {READABLE}")
 
 
 def check_splits(folder: str, names: Sequence[str]) -> None:
@@ -165,5 +237,79 @@ def check_splits(folder: str, names: Sequence[str]) -> None:
     if train_name and test_name:
         raise UserError(
             f"--source {folder}: found {train_name}, and {test_name}, which is not for training; choose files with a "
-            f"glob such as '{folder}/**/*{train_word}*', or name a data set of the Hub hf:NAME"
+            f"glob: --source {shlex.quote(f'{folder}/**/*{train_word}*')}, or name a data set of the Hub hf:NAME"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the same text twice
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a file of data without its format, or of a text without its packing."""
+    suffix = suffix_of(name)
+    if suffix in TEXTS:
+        suffix = next((packing for packing in PACKED if suffix.endswith(packing)), "")
+    return name.lower().removesuffix(suffix)
+
+
+def check_formats(source: str, names: Iterable[str]) -> None:
+    """Refuse files whose names differ only in the format or packing: they are probably the same text."""
+    first_of: dict[str, str] = {}
+    for name in names:
+        other = first_of.setdefault(stem_of(name), name)
+        if other != name:
+            raise UserError(
+                f"--source {source}: found {other} and {name}, which are probably the same text in two formats, or of "
+                f"two dates; choose files with a glob: {glob_of(source, [other])} or {glob_of(source, [name])}"
+            )
+
+
+def without_caches(files: Sequence[LocalFile]) -> list[LocalFile]:
+    """Leave out the .arrow files beside a state.json of `datasets` that does not name them."""
+    kept = []
+    named: dict[Path, set[str]] = {}  # folder -> the files of the data set
+    for file in files:
+        folder = Path(file.path).parent
+        if suffix_of(file.path) == ".arrow" and (folder / "state.json").exists():
+            if folder not in named:
+                state = read_json(folder / "state.json", dict, "expected that of a data set of `datasets`")
+                named[folder] = {entry["filename"] for entry in state.get("_data_files", [])}
+            if Path(file.path).name not in named[folder]:
+                continue
+        kept.append(file)
+    return kept
+
+
+def without_copies(files: Sequence[LocalFile]) -> tuple[list[LocalFile], dict[str, str]]:
+    """Leave out files with the content of another one, also if one of two is packed.
+
+    Returns: the other files, and path -> the file of the same content.
+    """
+    of_size: dict[int, list[LocalFile]] = defaultdict(list)
+    of_stem: dict[str, list[LocalFile]] = defaultdict(list)
+    for file in files:
+        of_size[file.size].append(file)
+        of_stem[stem_of(file.path)].append(file)
+    groups = [group for group in of_stem.values() if len(group) > 1]
+    for size, group in of_size.items():
+        of_beginning: dict[bytes, list[LocalFile]] = defaultdict(list)
+        for file in group if size and len(group) > 1 else []:
+            with file.open() as opened:
+                of_beginning[opened.read(SAMPLE_BYTES)].append(file)
+        groups += [candidates for candidates in of_beginning.values() if len(candidates) > 1]
+    copies: dict[str, str] = {}
+    for group in groups:
+        first_of: dict[str, str] = {}  # digest -> the file with the shortest name
+        for file in sorted(group, key=lambda file: (len(file.path), file.path)):
+            first = first_of.setdefault(digest_of(file), file.path)
+            if first != file.path:
+                copies[file.path] = first
+    return [file for file in files if file.path not in copies], copies
+
+
+def digest_of(file: LocalFile) -> str:
+    """Return the SHA-256 of the content of a file, unpacked."""
+    with naming(file.path), file.open() as opened:
+        content = open_text(opened) if suffix_of(file.path) in (*TEXTS, *LINES) else opened
+        return hashlib.file_digest(content, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -1,11 +1,7 @@
 """Tests of what people bring to convert_hf.py: adapters, chat models, unknown tokenizers, files of other programs."""
 
-import gzip
 import json
-import shlex
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +16,9 @@ from test_tokenizer_json import byte_tokenizer
 
 import convert_hf
 from convert_hf import write_folder
-from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import open_shard
-from steadygpt.prepare.source_files import find_files
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -87,7 +81,7 @@ def test_what_came_with_a_chat_model_survives_fine_tuning_and_export():
         Path("chat", name).write_text(text, encoding="utf-8")
     assert convert_hf.main(["chat", "chat.pt"]) == 0
     Path("text.txt").write_text("some text " * 200)
-    prepare("text.txt", "data", "--tokenizer chat/tokenizer.json --val_tokens 0")
+    prepare("text.txt", "data", "--tokenizer chat/tokenizer.json --val_share 0")
     assert run_here(*f"--init_from chat.pt --data_dir data --checkpoint_dir tuned {STEPS}".split()) == 0
     assert run_here(*"--checkpoint_dir tuned --resume latest --max_steps 3 --allow_changes".split()) == 0
     for source, target in (("chat.pt", "exported"), ("tuned", "tuned_exported"), ("exported", "again.pt")):
@@ -205,14 +199,10 @@ def test_a_model_whose_tokenizer_is_not_converted_is_trained_on_ids_and_exported
     assert "can be trained on token ids only, because its tokenizer is not converted" in capsys.readouterr().err
     ids = library.encode("one 12 two three 345 </s> " * 300).ids
     np.save("ids.npy", np.array(ids, np.int64))
-    Path("rows.jsonl").write_text(
-        "".join(json.dumps({"input_ids": ids[at : at + 50]}) + "\n" for at in range(0, len(ids), 50))
-    )
     Path("text.txt").write_text("one two " * 100)
     refused("--source text.txt --tokenizer model/tokenizer.json", 'found pre_tokenizer .*"Digits"')
-    prepare("ids.npy", "data", "--tokenizer model/tokenizer.json --val_tokens 0")
-    prepare("rows.jsonl", "rows", "--tokenizer model/tokenizer.json --val_tokens 0 --text_field input_ids")
-    assert ids_of("data") == ids_of("rows") == ids
+    prepare("ids.npy", "data", "--tokenizer model/tokenizer.json --val_share 0")
+    assert ids_of("data") == ids
     run = f"--init_from weights.pt --data_dir data --checkpoint_dir tuned {STEPS} --sample_freq 1"
     assert run_here(*run.split()) == 0
     assert "no samples" in capsys.readouterr().err
@@ -226,7 +216,7 @@ def test_a_model_whose_tokenizer_is_not_converted_is_trained_on_ids_and_exported
     names = list(other["model"]["vocab"])
     other["model"]["vocab"] |= {names[-1]: len(names) - 2, names[-2]: len(names) - 1}
     Path("other.json").write_text(json.dumps(other))
-    prepare("ids.npy", "other", "--tokenizer other.json --val_tokens 0")
+    prepare("ids.npy", "other", "--tokenizer other.json --val_share 0")
     with pytest.raises(
         UserError, match=r"tokenizer is .*, but the data has .*; prepare the text with the tokenizer of"
     ):
@@ -238,7 +228,7 @@ def test_ids_whose_number_is_known_take_the_tokenizer_of_the_weights():
     Path("model/tokenizer.json").write_text(digits_tokenizer())
     assert convert_hf.main(["model", "weights.pt"]) == 0
     np.save("ids.npy", np.arange(2000, dtype=np.uint16) % 290)
-    prepare("ids.npy", "data", "--tokenizer ids:300 --val_tokens 0")
+    prepare("ids.npy", "data", "--tokenizer ids:300 --val_share 0")
     assert run_here(*f"--init_from weights.pt --data_dir data --checkpoint_dir run {STEPS}".split()) == 0
     assert run_here(*"--checkpoint_dir run --resume latest --max_steps 3 --allow_changes".split()) == 0
     assert convert_hf.main(["run", "out"]) == 0
@@ -250,7 +240,7 @@ def test_ids_whose_number_is_known_take_the_tokenizer_of_the_weights():
 def test_ids_of_an_unknown_tokenizer_need_only_their_number():
     np.save("ids.npy", np.arange(3000, dtype=np.uint16) % 1500)
     refused("--source ids.npy --tokenizer ids:1000", "holds token id 1000.*, outside the vocabulary of 1,000")
-    manifest = prepare("ids.npy", "data", "--tokenizer ids:1500 --val_tokens 0")
+    manifest = prepare("ids.npy", "data", "--tokenizer ids:1500 --val_share 0")
     assert (manifest["tokenizer"], manifest["vocab_size"]) == ("ids:1500", 1500)
     shape = "--num_layers 1 --num_heads 1 --embd_size 16"
     assert run_here(*f"--data_dir data --checkpoint_dir run {shape} {STEPS}".split()) == 0
@@ -325,31 +315,10 @@ def test_a_folder_of_another_program_is_named(files, message):
     assert message in mistake("in")
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("a.csv", r"a table of text; .*'rows.parquet'\)\" in/a.csv"), ("a.tar.gz", "an archive; unpack it"),
-    ("a.jsonl.xz", "packed in another way"), ("a.pdf", "a document with a layout"), ("a.gguf", "weights of llama.cpp"),
-])  # fmt: skip
-def test_sources_and_shards_are_named_too(name, message):
-    Path("in").mkdir()
-    Path("in", name).write_bytes(b"GGUF" if name.endswith("gguf") else gzip.compress(b"a"))
-    for source in ("in", f"in/{name}"):
-        with pytest.raises(UserError, match=f"--source {source}: in/{name} is {message}"):
-            find_files(source)
-
-
 def test_weights_are_no_shard():
     magic(20240326)(Path("a_train_000000.bin"))
     with pytest.raises(UserError, match=r"a_train_000000\.bin: weights of llm\.c; export them there"):
         open_shard(Path("a_train_000000.bin"))
-
-
-def test_the_command_that_reads_a_table_works_whatever_the_name():
-    Path("it's $(x)").mkdir()
-    Path("it's $(x)/a'b.csv").write_text("text,n\none two,1\n")
-    command = what_it_is(Path("it's $(x)/a'b.csv")).split("write it as Parquet: python ")[1]
-    subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, check=True)
-    prepare("rows.parquet")
-    assert bytes(ids_of()[1:]) == b"one two"
 
 
 def test_small_ids_without_a_name_are_not_taken_for_gpt2_in_silence(capsys):

@@ -207,7 +207,7 @@ def files(tmp_path_factory):
         shutil.copy("checkpoints/latest.pt", "alone")
         Path("text.txt").write_text("some words " * 1000)
         source = ("--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared", "--num_workers", "1")
-        assert prepare_dataset.main([*source, "--val_tokens", "100"]) == 0
+        assert prepare_dataset.main([*source, "--val_share", "0.01"]) == 0
         config = GPTConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=1, embd_size=8)
         write_folder(weights_content(GPT(config).state_dict(), config), Path("hf"))
         shutil.copytree("hf", "parts")

@@ -22,21 +22,17 @@ from standin import CORPUS, TEXTS, corpus
 from test_disk import fill_disk, free_space, small_disk  # noqa: F401 (a fixture)
 from test_upload import use_store
 
-OF_HUB = "--source hf:some/corpus:part --shard_size 90000 --val_tokens 90000 "
-MODES = {"in place": "", "downloading": "--keep_download", "in the cache": "--keep_download"}
+OF_HUB = "--source hf:some/corpus:part --shard_size 90000 --val_share 0.1 "
 SLOW = 1_500_000  # bytes a second: the whole data set takes a second
 storm = pytest.mark.storm
 
 
 def begin(rank: int, cache: str = "hf") -> None:
-    """Use a cache in the current folder, and sample less text."""
+    """Use a cache in the current folder, and small units."""
     import huggingface_hub.constants
 
-    import prepare_dataset
-    from steadygpt.prepare import documents, sources, writer
+    from steadygpt.prepare import documents, sources
 
-    prepare_dataset.SAMPLE_BYTES = 50_000  # of the first file only
-    writer.SAVE_S = 0
     documents.BLOCK_BYTES = sources.BLOCK_BYTES = 50_000
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
     huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath(cache)
@@ -91,9 +87,8 @@ def texts(tmp_path, monkeypatch) -> Path:
     rows[302], rows[700], rows[701] = b'{"other": 1}', b"", b'{"text": "\xff\xfe and \\ud800"}'
     (folder / "a.jsonl").write_bytes(b"\n".join(rows))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(rows[::-1])))
-    (folder / "c.txt").write_bytes(b"one long document " * 15_000 + b"\xff")
+    (folder / "c.jsonl").write_bytes(b'{"text": "%s"}' % (b"one long document " * 15_000 + b"\xff"))
     (folder / "empty.jsonl").touch()
-    (folder / "empty.txt").touch()
     return folder
 
 
@@ -146,21 +141,16 @@ KILLS = [
     pytest.param("on_disk", "--shard_size 50000", 200, 6, marks=storm),
     pytest.param("on_disk", "--shard_size 20000 --tokenizer bpe:600", 20, 6, marks=storm),
     pytest.param("in_store", "--shard_size 50000", 20, 6, marks=storm),
-    *(pytest.param("in_cache", "--keep_download", kills, min(4, kills - 2), marks=storm) for kills in (4, 20)),
     pytest.param("on_hub", "", 20, 4, marks=storm),
-    pytest.param("on_hub", "--keep_download", 20, 2, marks=storm),
 ]
 
 
 @pytest.mark.parametrize(("where", "flags", "kills", "stages"), KILLS)
 def test_preparing_survives_kills_at_random_instants(where, flags, kills, stages, request):
-    if where in ("on_hub", "in_cache"):
+    if where == "on_hub":
         request.getfixturevalue("reference")
         source, pause_s, faults = OF_HUB, 2.5, ()
-        if where == "in_cache":
-            finish(f"{OF_HUB} --keep_download", "filling-the-cache")
-        else:
-            HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
+        HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW)
     else:
         texts = request.getfixturevalue("texts")
         source, pause_s, faults = f"--source {texts}", 0.25, ()
@@ -178,13 +168,10 @@ def test_preparing_survives_kills_at_random_instants(where, flags, kills, stages
 # Ctrl-C, disks, the exit status
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "in place" else storm) for mode in MODES])
-def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
-    if mode == "in the cache":
-        finish(f"{OF_HUB} --keep_download", "filling-the-cache")
+def test_ctrl_c_ends_a_preparation_at_once(reference):
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 5)
-    run = prepare(f"{OF_HUB} {MODES[mode]}", "out")
-    run.wait_for("disk: about")
+    run = prepare(OF_HUB, "out")
+    run.wait_for("source: ")
     start_s = time.monotonic()
     run.signal(signal.SIGINT)
     assert run.wait() == [130], run.text()
@@ -193,31 +180,25 @@ def test_ctrl_c_ends_a_preparation_at_once(mode, reference):
     assert "Traceback" not in run.text()
     assert not workers_left()
     HUB.faults.clear()
-    finish(f"{OF_HUB} {MODES[mode]}", "out")
+    finish(OF_HUB, "out")
     assert shards("out") == shards("reference")
 
 
-@pytest.mark.parametrize(("flags", "out", "cache", "files"), [
-    # while a shard is written, or the cache grows
-    pytest.param("", "run/out", "hf", ("npy.tmp", "run/out"), id="in place", marks=storm),
-    pytest.param("--keep_download", "out", "run/hf", ("datasets--some--corpus",), id="downloading", marks=storm),
-])  # fmt: skip
-def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(flags, out, cache, files, reference, small_disk):  # noqa: F811
+@storm
+def test_a_disk_that_fills_is_told_and_the_same_command_goes_on(reference, small_disk):  # noqa: F811
+    """It fills while a shard is written."""
     HUB.fail("GET .*parquet", times=-1, bytes_per_s=SLOW / 2)
-    run = prepare(f"{OF_HUB} {flags}", out, cache=cache)
-    if flags:
-        run.wait_for("downloading the files")
-    else:
-        wait_for_files(run, Path(out), "manifest.json", 1)  # written after the check of the disk
+    run = prepare(OF_HUB, "run/out")
+    wait_for_files(run, Path("run/out"), "manifest.json", 1)
     fill_disk()
     assert run.wait() == [2], run.text()
     (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
-    assert any(f"{name}: No space left on device; " in line for name in files), line
+    assert "run/out" in line and "No space left on device; " in line
     assert " free; fix it, then run the same command again to resume" in line
     free_space()
     HUB.faults.clear()
-    finish(f"{OF_HUB} {flags}", out, cache=cache)
-    assert shards(out) == shards("reference")
+    finish(OF_HUB, "run/out")
+    assert shards("run/out") == shards("reference")
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=storm)])
@@ -227,7 +208,7 @@ def test_a_wrong_text_field_ends_with_status_2_every_time(times, reference):
     for _ in range(times):
         done = subprocess.run([*command, "--text_field", "txt"], capture_output=True, text=True)
         assert done.returncode == 2, done.stderr
-        assert done.stderr.endswith("no field 'txt'; found id, text; set --text_field to the field with the text\n")
+        assert done.stderr.endswith("no field 'txt', found id, text; set --text_field to the field with the text\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,7 +247,7 @@ def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch):
         with open("line.txt", "wb") as file:
             for _ in range(megabytes):
                 file.write(b"word " * 200_000)
-        peaks.append(memory_for("--source line.txt --shard_size 1000000 --val_tokens 2", f"out{megabytes}"))
+        peaks.append(memory_for("--source line.txt --shard_size 1000000 --val_share 0", f"out{megabytes}"))
     assert peaks[1] < peaks[0] + 200e6  # measured: 150 to 156 MB more
 
 

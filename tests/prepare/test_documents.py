@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steadygpt.base.options import UserError
 from steadygpt.prepare import documents as chunks
-from steadygpt.prepare import sources
-from steadygpt.prepare.documents import Block, cut_document, read_documents
+from steadygpt.prepare.documents import Block, Damaged, Wanted, cut_document, read_documents
+from steadygpt.prepare.source_files import LocalFile
 from steadygpt.prepare.sources import Place, Source
 
 PACKED = {
@@ -38,11 +38,15 @@ def write(folder, kind: str, texts: list[str]) -> Source:
             pyarrow.parquet.write_table(table, path, row_group_size=7)
         else:
             path.write_bytes(PACKED[kind]("".join(json.dumps({"text": text}) + "\n" for text in half).encode()))
-    return Source("files", sorted(folder.iterdir()))
+    return source_of(sorted(folder.iterdir()))
+
+
+def source_of(paths: list[Path]) -> Source:
+    return Source("files", [LocalFile(str(path), path.stat().st_size, "") for path in paths])
 
 
 def blocks_from(source: Source, first: Place = Place()) -> list[Block]:  # noqa: B008 (a tuple)
-    return list(source.blocks("text", 0, first))
+    return list(source.blocks(Wanted("text", 0), first))
 
 
 def documents(source: Source) -> list[tuple[int, str]]:
@@ -79,7 +83,7 @@ def test_blocks_hold_every_document_wherever_reading_begins(kind, tmp_path, text
         whole = documents(source)
         blocks = blocks_from(source)
         for number, block in enumerate(blocks):
-            for place in (Place(block.file, block.at, block.row), Place(block.file, block.end, block.end_row)):
+            for place in (Place(block.file, block.at), Place(block.file, block.end)):
                 rest = blocks[number + (place.at == block.end) :]
                 assert [repr(found) for found in blocks_from(source, place)] == [repr(found) for found in rest]
     skipped = "Skipped('no text')"
@@ -89,25 +93,17 @@ def test_blocks_hold_every_document_wherever_reading_begins(kind, tmp_path, text
         ]
     else:
         assert whole == [(n, text if text.strip() else skipped) for n, half in enumerate(expected) for text in half]
-        assert sum(block.end_row - block.row for block in blocks) == len(texts)
-    places = [sum(source.sizes[: block.file]) + block.progress for block in blocks]
-    assert places == sorted(places) and places[-1] == sum(source.sizes)
+    places = [sum(file.size for file in source.files[: block.file]) + block.progress for block in blocks]
+    assert places == sorted(places) and (places[-1] == source.size or kind in ("parquet", "arrow"))
 
 
-@pytest.mark.parametrize("num_bytes", [24, 10_000])
-def test_a_line_that_is_too_long_is_skipped_and_not_sent_to_a_worker(num_bytes, tmp_path):
-    texts = ["a", "b" * 3000, "c", "d" * 400, "e" * 500]
-    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    source = Source("files", [tmp_path / "a.jsonl"])
-    with blocks_of(num_bytes) as patch:
+def test_a_line_that_is_too_long_ends_its_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"b" * n}"}}\n' for n in (1, 3000, 1)))
+    with blocks_of(24) as patch:
         patch.setattr(chunks, "LONGEST_LINE", 450)
-        blocks = blocks_from(source)
-        found = [(row, text) for block in blocks for row, text, _ in read_documents(block, "text")]
-    assert [row for row, _ in found] == list(range(5))
-    if num_bytes == 24:  # otherwise a block has all lines
-        reason = "a line of 450 bytes or more"
-        assert [str(text) for _, text in found] == ["a", reason, "c", "d" * 400, reason]
-        assert max(len(block.data) for block in blocks) <= 450 + num_bytes
+        *_, last = blocks_from(source_of([tmp_path / "a.jsonl"]))
+    assert isinstance(last.data, Damaged)
+    assert "a.jsonl: a line of 450 bytes or more, after byte 0; remove it" in str(last.data)
 
 
 TEXT = st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300).map(str.encode)
@@ -122,8 +118,7 @@ def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
         patch.setattr(chunks, "check_text", lambda *_: None)
         patch.setattr(chunks, "PACKED", {})
         patch.setattr(chunks, "encoding_of", lambda _: "utf-8")
-        patch.setattr(sources, "check_pulled", lambda *_: None)
-        blocks = [block.data for block in blocks_from(Source("files", [path]))]
+        blocks = [block.data for block in blocks_from(source_of([path]))]
     assert b"".join(blocks) == data
     with contextlib.suppress(UnicodeDecodeError):
         assert "".join(block.decode() for block in blocks if data.decode()) == data.decode()
@@ -141,7 +136,7 @@ def test_pieces_of_a_document_are_short_and_whole(text, piece_bytes):
 def test_a_byte_order_mark_and_line_ends_are_read_as_before(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a\\r\\u2028b"}\r\n{"text": "c"}')
-    found = documents(Source("files", sorted(tmp_path.iterdir())))
+    found = documents(source_of(sorted(tmp_path.iterdir())))
     assert [text for _, text in found] == ["first\r\nsecond\r", "a\r\u2028b", "c"]
 
 
@@ -151,13 +146,13 @@ def test_a_damaged_file_is_named(tmp_path):
     with open(tmp_path / "1.parquet", "r+b") as file:
         file.seek(column.dictionary_page_offset or column.data_page_offset)
         file.write(b"\xff" * 20)
-    with pytest.raises(UserError, match=r"1\.parquet: cannot be read, .*; repair or remove it, then run this again"):
-        documents(source)
+    *_, last = blocks_from(source)
+    assert re.search(r"1\.parquet: cannot be read, .*; repair or remove it, then run this again", str(last.data))
 
 
 def test_a_million_spaces_are_cut(tmp_path):
     (tmp_path / "a.txt").write_bytes(b" " * 2_000_000)
-    source = Source("files", [tmp_path / "a.txt"])
+    source = source_of([tmp_path / "a.txt"])
     texts = [text for block in blocks_from(source) for _, text, _ in read_documents(block, "text")]
     assert sum(map(len, texts)) == 2_000_000
     assert max(map(len, texts)) <= chunks.BLOCK_BYTES + chunks.CUT_WINDOW
@@ -167,8 +162,12 @@ def test_a_million_spaces_are_cut(tmp_path):
 def test_invalid_utf8_in_parquet_is_read_as_in_other_files(tmp_path):
     column = pyarrow.array([b"good", b"bad \xff", None]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    found = documents(Source("files", [tmp_path / "a.parquet"]))
-    assert [text for _, text in found] == ["good", "bad \udcff", "Skipped('null, not a string')"]
+    found = documents(source_of([tmp_path / "a.parquet"]))
+    assert [text for _, text in found] == [
+        "good",
+        "bad \udcff",
+        "Skipped('null, not a string; set --text_field to the field with the text')",
+    ]
 
 
 @pytest.mark.parametrize("field", ["text", "data.text"])
@@ -177,6 +176,6 @@ def test_empty_row_groups_and_columns_with_a_dot_are_read(field, tmp_path):
     with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", halves[0].schema) as writer:
         for half in halves:
             writer.write_table(half)
-    found = list(Source("files", [tmp_path / "a.parquet"]).blocks(field, 0, Place()))
+    found = list(source_of([tmp_path / "a.parquet"]).blocks(Wanted(field, 0)))
     assert [text for block in found for _, text, _ in read_documents(block, field)] == ["a", "b", "c"]
     assert all(block.num_bytes > 0 for block in found)

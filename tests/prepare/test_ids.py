@@ -18,7 +18,7 @@ from steadygpt.prepare import ids
 from steadygpt.start.data import find_data
 from steadygpt.start.find import Start
 
-VAL = "--val_tokens 0"
+VAL = "--val_share 0"
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,6 @@ def folder(tmp_path, monkeypatch) -> Path:
     ("one_array.npz", npz(arr_0=IDS)),
     ("rows.npz", npz(tokens=IDS.reshape(50, 100).astype(np.int32))),
     ("named.npz", npz(labels=IDS + 1, text=IDS)),  # --text_field is "text"
-    ("beside_masks.npz", npz(input_ids=IDS, loss_mask=np.zeros(3))),
     ("build_nanogpt.npy", npy(IDS.astype(np.uint16))),
     ("large_and_big_endian.npy", npy(IDS.astype(">u8"))),
     ("nanogpt.bin", IDS.astype("<u2").tobytes()),
@@ -43,7 +42,7 @@ def test_every_format_gives_the_ids_it_holds(name, content):
     Path(name).write_bytes(content)
     manifest = prepare(name, flags=f"{VAL} --shard_size 1500")
     assert ids_of() == IDS.tolist()
-    assert [shard["tokens"] for shard in manifest["shards"]] == [1500, 1500, 1500, 500]
+    assert [shard["tokens"] for shard in manifest["shards"]] == [1250] * 4
 
 
 def test_a_large_vocabulary_implies_uint32_for_a_file_without_header():
@@ -96,12 +95,16 @@ def test_training_reads_the_width_that_the_vocabulary_implies():
         assert source.rows.read(0, 2)[:, 0].tolist() == (IDS[[0, 16]] + 100_000).tolist()
 
 
-def test_padding_is_left_out():
-    rows, mask = IDS.reshape(50, 100).copy(), np.ones((50, 100), np.int64)
-    rows[:, 80:], mask[:, 80:] = -100, 0
-    Path("a.npz").write_bytes(npz(input_ids=rows, attention_mask=mask))
-    prepare("a.npz", flags=VAL)
-    assert ids_of() == IDS.reshape(50, 100)[:, :80].reshape(-1).tolist()
+def test_ids_without_a_document_token_are_told(capsys):
+    Path("a.npy").write_bytes(npy(np.arange(5000, dtype="<u2") % 256))
+    Path("a.idx").write_bytes(b"MMIDIDX\x00\x00")
+    prepare(".", flags=VAL)
+    said = capsys.readouterr().err
+    assert "left out a.idx: the index of Megatron's token ids (MMIDIDX)" in said
+    assert "warning: .: 0 document tokens (<|endoftext|>) among the ids" in said
+    Path("a.npy").write_bytes(npy(np.arange(5000, dtype="<u2") % 257))
+    assert prepare(".", "with", flags=VAL)["documents"] == 19
+    assert "0 document tokens" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("more", "files"), [("", 3), ("--max_files 2", 2)])
@@ -124,8 +127,8 @@ def test_memory_does_not_grow_with_the_file(save):
     save("a.npz", ids=np.zeros(5_000_000, np.int32))  # 20 MB
     tracemalloc.start()
     with open("a.npz", "rb") as file:
-        blocks = ids.read_ids(file, ".npz", "", 0, 0, 2**20, Path("a.npz").stat().st_size)
-        assert sum(len(block) for *_, block in blocks) == 5_000_000
+        blocks = ids.read_ids(file, ".npz", "", 0, 0, 2**20)
+        assert sum(len(block) for _, block in blocks) == 5_000_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * 2**20
