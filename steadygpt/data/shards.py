@@ -1,11 +1,12 @@
 """Token shards: file formats, the manifest, and the checks before training."""
 
+import filecmp
 import hashlib
-import io
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
-from steadygpt.base.progress import ProgressBar
+from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.typed import Count, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
@@ -28,6 +29,7 @@ MANIFEST = "manifest.json"
 SAMPLED = 64  # shards whose content machines compare, by samples
 SAMPLES = 16  # places in each of these shards
 SAMPLE_TOKENS = 1024  # tokens at each place
+SAMPLE_BYTES = 2**16  # at the beginning of files of equal size; where these differ, the files do
 NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # Files of llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic number implies
 # the dtype.
@@ -159,14 +161,6 @@ def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int, first: int 
         )
 
 
-def npy_header(dtype: np.dtype, num_tokens: int) -> bytes:
-    """Return the header of a `.npy` file of token ids: always 128 bytes, however many ids follow."""
-    header = io.BytesIO()
-    content = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_tokens,)}
-    np.lib.format.write_array_header_1_0(header, content)
-    return header.getvalue()
-
-
 def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
@@ -237,9 +231,49 @@ def read_manifest(data_dir: Path) -> dict | None:
 
 
 def shard_files(data_dir: Path, split: str) -> list[Path]:
-    """Return the files of a folder that are named as shards of a split, "train" or "val", sorted by name."""
-    files = sorted(data_dir.glob("*")) if data_dir.is_dir() else []
-    return [f for f in files if f.suffix in (".npy", ".bin") and split in re.split(r"[_.-]", f.name)]
+    """Return the files of a folder that are named as shards of a split, "train" or "val", sorted by name.
+
+    Raises: UserError if a name says both splits.
+    """
+    found = []
+    for file in sorted(data_dir.glob("*")) if data_dir.is_dir() else []:
+        words = re.split(r"[_.-]", file.name)
+        if file.suffix in (".npy", ".bin") and split in words:
+            if {"train", "val"} <= {*words}:
+                raise UserError(f"{file}: its name says train and val; expected one of them. Rename it")
+            found.append(file)
+    return found
+
+
+def warn_of_copies(files: Sequence[Path], others: Sequence[Path]) -> None:
+    """Warn of each validation shard that is also a training shard, by a link or a copy."""
+    for file in files:
+        for other in others:
+            if other.stat().st_size == file.stat().st_size and filecmp.cmp(file, other, shallow=False):
+                say(f"warning: {file}: the same content as {other.name}; the validation on it measures training data")
+
+
+def without_copies(files: Sequence[Path]) -> list[Path]:
+    """Return files without links to others and without copies of others, which are named on stderr."""
+    kept: dict[object, Path] = {}  # inode, and SHA-256 where several files have the same size and beginning -> file
+    sizes = Counter(file.stat().st_size for file in files)
+    beginnings = {}
+    for file in files:
+        if sizes[file.stat().st_size] > 1:
+            with file.open("rb") as opened:
+                beginnings[file] = hashlib.sha256(opened.read(SAMPLE_BYTES)).digest()
+    repeated = Counter(beginnings.values())
+    for file in files:
+        stat = file.stat()
+        keys: list[object] = [(stat.st_dev, stat.st_ino)]
+        if repeated[beginnings.get(file, b"")] > 1:
+            keys.append(sha256_of(file))
+        first = next((kept[key] for key in keys if key in kept), None)
+        if first:
+            say(f"{file}: the same content as {first.name}; it is not read twice")
+        else:
+            kept |= dict.fromkeys(keys, file)
+    return [file for file in files if file in kept.values()]
 
 
 @dataclass(frozen=True)
@@ -265,6 +299,10 @@ class ShardSet:
             if missing:
                 raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
             files = [f for f in files if f.name in listed]
+        else:
+            files = without_copies(files)
+            if split == "val":
+                warn_of_copies(files, shard_files(data_dir, "train"))
         if not files:
             out = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(data_dir))}"
             stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
