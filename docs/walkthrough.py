@@ -89,7 +89,7 @@ def show_data() -> None:
     ids = tokenizer.encode(TEXTS[0])
     print(f"text       {TEXTS[0]}\nids        {' '.join(map(str, ids[:5]))} ... ({len(ids)} in all)")
     Path("hamlet.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    argv = "--source hamlet.jsonl --tokenizer bytes --val_tokens 0 --num_workers 1 --out data"
+    argv = "--source hamlet.jsonl --tokenizer bytes --val_share 0 --num_workers 1 --out data"
     quietly(prepare_dataset.main, argv.split())
 
     run, _ = quietly(build_run)
