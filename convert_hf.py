@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model import GPTConfig
+from model import GPTConfig, sketch_of
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError, option, parse_options, run_cli
@@ -36,7 +36,6 @@ from steadygpt.convert.weights import (
     load_model,
     read_kept,
     read_weights,
-    sketch_of,
     with_tokenizer,
 )
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named

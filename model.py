@@ -460,3 +460,9 @@ class GPT(nn.Module):
                 raise TypeError(f"{name}: which optimizer updates the parameters of a {type(module).__name__}?")
             roles[role][name] = parameter
         return roles
+
+
+def sketch_of(config: GPTConfig) -> GPT:
+    """Return a model on the meta device: its weights have names and shapes, but no memory."""
+    with torch.device("meta"):
+        return GPT(config, initialize=False)

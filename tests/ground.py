@@ -447,9 +447,16 @@ def phase_in(path) -> Phase:
 
 def next_phase(before: Phase | None, row: int, shares: dict[str, int], seed: int = 7) -> Phase:
     """Return the phase of a launch at a row, with these shares of the sources; without one before, the first."""
-    checkpoint = {"data": {"phase": before, "sources": {}}, "rows_consumed": row} if before else None
-    start = Start(TrainConfig(seed=seed, allow_changes=True), checkpoint)
+    start = Start(TrainConfig(seed=seed, allow_changes=True), state=files.TrainState(rows_consumed=row))
+    if before:
+        start.data = {"phase": before, "sources": {}}
     return start_data.next_phase(start, {}, shares)
+
+
+def start_from(config: TrainConfig, checkpoint: dict) -> Start:
+    """Return the start of a run that resumes from the content of a checkpoint."""
+    state = files.TrainState(**{name: checkpoint[name] for name in files.TrainState.__annotations__})
+    return Start(config, checkpoint, state=state, data=checkpoint["data"])
 
 
 def rows_given_in(path) -> dict[str, int]:

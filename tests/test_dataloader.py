@@ -413,7 +413,7 @@ def test_the_data_of_a_run_has_shards_a_tokenizer_and_a_vocabulary(tmp_path):
     data = find_data(Start(config))
     assert (data.tokenizer_record.tokenizer, data.vocab_size) == ("bytes", 257)
     assert [shard.num_tokens for shard in data.sources[0].shards.shards] == [700, 500]
-    assert data.rows_per_epoch == 699 // 16 + 499 // 16
+    assert data.sources[0].rows.rows_per_epoch == 699 // 16 + 499 // 16
     assert data.val_sets[0].rows.rows_per_epoch == 199 // 16
     for name in ("manifest.json", "tiny_val_000000.npy"):
         (tmp_path / name).unlink()

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, sketch_of
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.foreign import ADAPTER, what_it_is
 from steadygpt.base.opening import open_to_read, read_file, regular
@@ -129,12 +129,6 @@ def load_model(checkpoint: dict) -> GPT:
     model = GPT(config, initialize=False)
     model.load_state_dict(checkpoint["model"])
     return model
-
-
-def sketch_of(config: GPTConfig) -> GPT:
-    """Return a model on the meta device: its weights have names and shapes, but no memory."""
-    with torch.device("meta"):
-        return GPT(config, initialize=False)
 
 
 def load_cropped(weights: dict, shape: GPTConfig) -> None:

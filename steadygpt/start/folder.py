@@ -95,13 +95,13 @@ def open_folder(run: Run, start: Start) -> None:
         run.repeats = Repeats.read(
             log_folder / METRICS,
             checkpoint["metrics_bytes"],
-            start.step,
+            start.state.step,
             checkpoint["launch"],
             launch["how"],
             config.repeats_bits(run.ranks.device.type),
         )
     run.log.note(checkpoint_bytes=needed, best_val_loss=best.val_loss if best else None, **run.state.scores)
-    run.log.open(start.step, {"run": start.run.id, **launch})
+    run.log.open(start.state.step, {"run": start.run.id, **launch})
 
     if mirror:
         run.uploads = Uploads(mirror, config, run.log)
