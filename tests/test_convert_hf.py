@@ -23,11 +23,11 @@ import generate
 import train
 from convert_hf import write_folder
 from dataloader import RowStream
-from model import GPT, GPTConfig
+from model import GPT, TABLES, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.convert.families import FAMILIES, TABLES, resolved
+from steadygpt.convert.families import FAMILIES, resolved
 from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_TOKENIZER, TokenizerRecord, get_tokenizer

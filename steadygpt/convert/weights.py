@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from model import GPT, GPTConfig, sketch_of
+from model import GPT, TABLES, GPTConfig, sketch_of
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.foreign import ADAPTER, what_it_is
 from steadygpt.base.opening import open_to_read, read_file, regular
@@ -31,7 +31,7 @@ from steadygpt.checkpoint.files import (
     open_checkpoint,
 )
 from steadygpt.convert import families
-from steadygpt.convert.families import NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
+from steadygpt.convert.families import NANOGPT, Family, foreign_names, resolved, to_foreign, to_own
 from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 
 from convert_hf import write_folder
-from model import GPTConfig
+from model import TABLES, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
-from steadygpt.convert.families import FAMILIES, TABLES, find_family, read_config, resolved, to_foreign
+from steadygpt.convert.families import FAMILIES, find_family, read_config, resolved, to_foreign
 from steadygpt.convert.weights import load_model, read_weights
 
 transformers = pytest.importorskip("transformers")
