@@ -6,7 +6,7 @@ import json
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -240,7 +240,7 @@ def _read_folder(folder: Path, source: str, user_record: TokenizerRecord, with_w
     if not isinstance(own, dict) or own.get("vocab_size") != config.vocab_size:
         own = {}
     record = user_record if user_record.tokenizer else _tokenizer_of(folder, source, own, config, stored)
-    record = record._replace(tokenizer_files=kept_files(folder, stored))
+    record = replace(record, tokenizer_files=kept_files(folder, stored))
     weights = _read_safetensors(folder, source, family) if with_weights else {}
     biases = {name for name in weights if name.endswith(".bias")}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
@@ -314,7 +314,7 @@ def _as_own_checkpoint(
         "format_version": FORMAT_VERSION,
         "model": model,
         "model_config": dataclasses.asdict(config),
-        **record._asdict(),
+        **asdict(record),
         "saved_at": time.time(),
         **{"step": 0, "rows_consumed": 0},
         **WITHOUT_RUN,
@@ -361,7 +361,7 @@ def with_tokenizer(checkpoint: dict, user_record: TokenizerRecord, path: Path) -
     if user_record.tokenizer not in ("", record.tokenizer):
         raise UserError(f"{path}: its tokenizer is {record}; drop --tokenizer {user_record.tokenizer}")
     _without_padding(GPTConfig(**checkpoint["model_config"]), user_record, path)  # checks the number of ids
-    return checkpoint | record._asdict()
+    return checkpoint | asdict(record)
 
 
 def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
@@ -393,7 +393,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         if n_vocab > config.vocab_size:
             return UNKNOWN
         say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
-        return record._replace(tokenizer_sha256=identity)
+        return replace(record, tokenizer_sha256=identity)
     except (UserError, OSError):  # no tokenizer at all
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
@@ -404,7 +404,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     document_token = record.document_token
     if document_token not in special.values():
         document_token = special.get(str(stored.get("bos_token_id")), document_token)
-    return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=document_token)
+    return replace(record, tokenizer_sha256=tokenizer.sha256, document_token=document_token)
 
 
 def kept_files(folder: Path, stored: dict) -> str:

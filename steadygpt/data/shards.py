@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar
-from steadygpt.base.typed import Count, read_json, typed
+from steadygpt.base.typed import Count, FileName, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
@@ -39,8 +40,8 @@ MAPPED = most_open_files() // 2  # shards mapped at the same time at most; each 
 class ShardEntry(TypedDict):
     """What the manifest says of a shard."""
 
-    file: Annotated[str, r"\w[\w.-]*"]
-    split: Annotated[str, "train|val"]
+    file: FileName
+    split: Annotated[str, Meta(pattern=r"^(train|val)\Z")]
     tokens: Count
     sha256: str
 

@@ -273,15 +273,15 @@ def entry(name: str = "latest.pt", **changes) -> dict:
 
 INDEXES: dict = {
     "not JSON": "",
-    "the content is a list; expected an object": [],
-    "checkpoints is 3; expected an object": ABOUT | {"checkpoints": 3},
-    "checkpoints['latest.pt'].saved_at is None; expected a value": ABOUT | {"checkpoints": {"latest.pt": {}}},
-    "checkpoints['latest.pt'].file is '../x'; expected a string like step_": entry(file="../x"),
-    "checkpoints['latest.pt'].loss is -1e+308; expected": entry(loss=-1e308),
-    "checkpoints['latest.pt'].size is -9; expected 0 or more": entry(size=-9),
-    "a key of checkpoints is '../latest.pt'; expected a string like": entry("../latest.pt"),
-    "checkpoints['latest.pt'].saved_at is 2000000000000.0; expected 0": entry(saved_at=2e12),
-    "run is ''; expected a string like": entry() | {"run": ""},
+    "Expected `object`, got `array`": [],
+    "Expected `object`, got `int` - at `$.checkpoints`": ABOUT | {"checkpoints": 3},
+    "Object missing required field `saved_at` - at `$.checkpoints[...]`": ABOUT | {"checkpoints": {"latest.pt": {}}},
+    "Expected `str` matching regex '^step_": entry(file="../x"),
+    "Expected `float` >= 0.0 - at `$.checkpoints[...].loss`": entry(loss=-1e308),
+    "Expected `int` >= 0 - at `$.checkpoints[...].size`": entry(size=-9),
+    "Expected `str` matching regex '^(latest|": entry("../latest.pt"),
+    "Expected `float` <= 1099511627776.0 - at `$.checkpoints[...].saved_at`": entry(saved_at=2e12),
+    "Expected `str` matching regex '^[0-9a-f]{16}": entry() | {"run": ""},
     "--run_name is 'a\\n'; expected": ABOUT | {"name": "a\n"},
 }
 
