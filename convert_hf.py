@@ -16,7 +16,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from model import GPTConfig, sketch_of
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
-from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.text import printable
@@ -102,7 +101,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
             raise UserError(f"{folder}: {name} has numbers beyond {dtype}; try --dtype bfloat16")
         weights |= to_foreign(name, weight, config, family)
 
-    own = {"bias": config.bias, "vocab_size": config.vocab_size, **record._asdict()}
+    own = {"bias": config.bias, "vocab_size": config.vocab_size, **asdict(record)}
     del own["tokenizer_json"], own["tokenizer_files"]  # the folder has them as files
     source_folder = read_kept(record, config.vocab_size)
     # None replaces the default of NanoChat's pad_token_id, which is an id: training would skip its embedding.
@@ -129,7 +128,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
         # safetensors lets only the owner read its file, so give it the mode of the others.
         shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         for file in temporary.iterdir():
-            with open_to_read(file) as written:
+            with file.open("rb") as written:
                 fsync(written.fileno())
         temporary.rename(folder)
         fsync_folder(folder.absolute().parent)
@@ -159,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--dtype is for a Hugging Face folder, and {target} is a checkpoint, in float32; drop it")
     if target.suffix == ".pt":
         # Without the fields of TrainState that only a run needs.
-        keys = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)
+        keys = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord.__annotations__)
         content = {key: checkpoint[key] for key in keys} | WITHOUT_RUN
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

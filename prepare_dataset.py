@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
 
@@ -31,7 +31,6 @@ import numpy as np
 
 from steadygpt.base.disk import existing
 from steadygpt.base.durable import lock_folder, replace_file
-from steadygpt.base.opening import read_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
@@ -147,7 +146,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     elif record.is_file:
         text = fetch_json(name)
     if record.is_file:
-        record = record._replace(tokenizer_json=text)
+        record = replace(record, tokenizer_json=text)
     try:
         _ = load_tokenizer(record).document_id  # raises if it has no such token
     except NotConvertible:
@@ -162,13 +161,13 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
             say(f"warning: {source.name}: no token is put before each row; name one with --document_token")
     identity, vocab_size = identify(record)
     if record.is_file:
-        if path.exists() and not (out / MANIFEST).exists() and read_file(path) != text.encode():
+        if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
             raise UserError(
                 f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
                 "with --tokenizer"
             )
         replace_file(path, lambda file: file.write(text.encode()))
-    return record._replace(tokenizer_sha256=identity), vocab_size
+    return replace(record, tokenizer_sha256=identity), vocab_size
 
 
 def rows_hold_ids(source: Source, text_field: str) -> bool:
@@ -365,7 +364,7 @@ def rows_of(sample: list[Block], manifest: Manifest) -> Iterator[Document]:
 
 def check_tokenizer_on(sample: list[Block], manifest: Manifest, out: Path) -> None:
     """Check that a tokenizer of a file gives the ids of the library on texts of the source."""
-    record = TokenizerRecord.of(vars(manifest))
+    record = manifest.tokenizer_record()
     if not record.is_file:
         return
     texts = list[str]()

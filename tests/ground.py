@@ -11,8 +11,10 @@ import os
 import secrets
 import tempfile
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -142,7 +144,7 @@ _POINTS = [
     (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "_drain"),
-    (files, "open_to_read"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "tell"),
+    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "tell"),
 ]  # fmt: skip
 
 
@@ -334,8 +336,8 @@ def write_half(file) -> None:
 
 def open_checkpoints_by(opened: Callable[[Path, Callable], Any]) -> None:
     """Call opened(path, open) in place of open(path) when a checkpoint is read; it returns a binary file."""
-    real = files.open_to_read
-    files.open_to_read = lambda path: opened(path, real)
+    real = zipfile.ZipFile
+    zipfile.ZipFile = lambda path: real(opened(Path(path), partial(open, mode="rb")))
 
 
 def alerts_of_runs() -> list[tuple[str, str]]:

@@ -310,11 +310,11 @@ def without(key: str, fields: dict) -> dict:
 @pytest.mark.parametrize(("text", "words"), [
     *((text, "not a manifest") for text in ("", "{", "[]", "\xff")),
     ("[" * 100_000, "not a manifest"),
-    *((json.dumps(without(key, MANIFEST)), f"{key} is None; expected a value; so it is not a manifest")
+    *((json.dumps(without(key, MANIFEST)), f"Object missing required field `{key}`; so it is not a manifest")
       for key in MANIFEST),
-    *((json.dumps(MANIFEST | {"shards": [without(key, ENTRY)]}), f"shards[0].{key} is None; expected a value")
+    *((json.dumps(MANIFEST | {"shards": [without(key, ENTRY)]}), f"field `{key}` - at `$.shards[0]`")
       for key in ENTRY),
-    *((json.dumps(MANIFEST | {"shards": [ENTRY | wrong]}), f"shards[0].{min(wrong)} is ")
+    *((json.dumps(MANIFEST | {"shards": [ENTRY | wrong]}), f" - at `$.shards[0].{min(wrong)}`")
       for wrong in ({"file": "../a_train_0.npy"}, {"file": "/a.npy"}, {"split": "test"}, {"tokens": -1},
                     {"tokens": True}, {"tokens": 2**64}, {"sha256": 0})),
     (json.dumps(MANIFEST | {"complete": False}), "interrupted"),

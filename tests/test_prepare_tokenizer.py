@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from unittest.mock import Mock
@@ -214,7 +215,7 @@ def test_a_run_needs_the_tokenizer_only_once(prepared, capsys):
     assert exported(sentence)["input_ids"] == ours.encode(sentence)
     assert exported.bos_token_id == ours.document_id
     assert convert_hf.main(["exported", "back.pt"]) == 0
-    assert TokenizerRecord.of(load("back.pt"))._replace(tokenizer_files="") == record
+    assert replace(TokenizerRecord.of(load("back.pt")), tokenizer_files="") == record
     assert generate.main(["back.pt", "--prompt", "the cat", "--max_tokens", "3", "--device", "cpu"]) == 0
 
 

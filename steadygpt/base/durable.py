@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from steadygpt.base.opening import open_to_read, open_to_write, through_no_link
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
@@ -48,10 +47,10 @@ def write_temporary(
         durable: wait until the file is on the disk.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # left by a killed process; or a link, whose target would be overwritten
+    temporary.unlink(missing_ok=True)  # left by a killed process
     try:
         # Given a path instead of a file, torch.save would report a full disk as a RuntimeError without errno.
-        with open_to_write(temporary, "xb") if cached else UncachedFile(temporary) as file:
+        with temporary.open("xb") if cached else UncachedFile(temporary) as file:
             write(file)
             file.flush()
             if durable:
@@ -72,7 +71,7 @@ class UncachedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, buffer_size: int = 2**24):
-        super().__init__(str(path), "wb", opener=through_no_link)  # str, because errors show repr(path)
+        super().__init__(str(path), "wb")  # str, because errors show repr(path)
         self.buffer = mmap.mmap(-1, buffer_size)  # O_DIRECT requires whole pages at page boundaries
         self._set_direct(True)
 
@@ -122,7 +121,7 @@ def link_file(source: Path, target: Path) -> None:
         os.link(source.resolve(), temporary)  # not the symbolic link that the user may have put there
     except OSError:
         shutil.copy2(source, temporary)
-        with open_to_read(temporary) as file:
+        with temporary.open("rb") as file:
             fsync(file.fileno())
     try:
         os.replace(temporary, target)
@@ -148,7 +147,7 @@ def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[bytes]
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
-    with open_to_read(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -197,7 +196,7 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     is_new = not os.path.lexists(lock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open_to_write(lock, "a+")
+        file = lock.open("a+")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
             return lock_folder(folder, advice)  # the last owner of the lock has removed it meanwhile
@@ -217,8 +216,6 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
                 f"{lock}: {error.strerror}; it is the lock of {owner_of(lock)}, who has used the folder. When no run "
                 "uses it, remove the lock"
             ) from error
-        if error.errno == errno.ELOOP and lock.is_symlink():
-            raise UserError(f"{lock}: a link; expected none, since a run locks its own folder. Remove it") from error
         if error.errno in NO_LOCKS:
             if is_new:
                 lock.unlink(missing_ok=True)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from steadygpt.base.opening import open_to_read
-
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter, whatever else it contains
 BEGINNING = 4096  # bytes of a file that are compared
 
@@ -117,7 +115,7 @@ def what_it_is(path: Path) -> str:
     for file in files:
         beginning = b""
         if file.is_file():
-            with open_to_read(file) as opened:
+            with file.open("rb") as opened:
                 beginning = opened.read(BEGINNING)
         for kind in KINDS:
             is_named = bool(kind.name) and re.fullmatch(kind.name, file.name)

@@ -18,7 +18,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from model import GPT
 from steadygpt.base.foreign import what_it_holds, what_it_is
-from steadygpt.base.opening import open_to_read, regular
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import bytes_text
-from steadygpt.base.typed import Count, Loss, typed
+from steadygpt.base.typed import Count, Id, Loss, Number, typed
 from steadygpt.config import STORED, GPTConfig, TrainConfig
 from steadygpt.data.order import Phase
 from steadygpt.data.tokenizer import TokenizerRecord
@@ -54,10 +54,8 @@ MOST_PARTS = 2**12  # of a tuple
 LARGEST_PICKLE = 2**26  # bytes of a file's content besides tensors, such as a tokenizer.json
 CONTAINERS = (b"}", b"]", b")")  # pickle codes of an empty dict, list and tuple; texts may contain these bytes too
 MOST_CONTAINERS = 2**22
-Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
-Id = Annotated[str, "[0-9a-f]{16}"]
-Scores = dict[str, float | None]  # such as val_loss; None: not finite
+Scores = dict[str, Number | None]  # such as val_loss; None: not finite
 # Fields of weights without a run, from which no run can resume.
 WITHOUT_RUN = {
     "optimizer": {},
@@ -91,17 +89,17 @@ class LaunchRecord(TypedDict):
 class CheckpointContent(TypedDict):
     """The content of a checkpoint, besides TrainState and TokenizerRecord."""
 
-    format_version: Format
+    format_version: int
     model: dict[str, Tensor]  # by name of the parameter, fp32
     model_config: dict[str, Any]  # of a GPTConfig
     optimizer: dict[str, dict[str, Tensor]]  # name of the parameter -> kind -> tensor; empty before the first step
-    scaler: dict[str, float]  # the state of the loss scaler; empty without fp16
+    scaler: dict[str, int | Number]  # the state of the loss scaler; empty without fp16
     epoch: Loss
     options: dict[str, Any]  # of STORED, as they were asked for
     data: DataRecord | None
     launch: LaunchRecord | None
     metrics_bytes: Count  # size of metrics.jsonl at the save: what follows there is repeated after a resume
-    saved_at: Annotated[float, 0, 2**41]  # seconds since 1970
+    saved_at: Annotated[float, Meta(ge=0, le=2**41)]  # seconds since 1970
 
 
 @dataclass
@@ -111,7 +109,7 @@ class TrainState:
     step: Count = 0  # steps taken, skipped updates included
     rows_consumed: Count = 0
     loss: Loss | None = None  # of the last step that was finite
-    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
+    recent_losses: list[Number] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
     elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
     scores: Scores = field(default_factory=dict)  # of the evaluations of these weights
@@ -192,13 +190,14 @@ def check_tensors(
 class Head:
     """The fields of a checkpoint that put it in order, and those that tables and mirrors show."""
 
-    saved_at: Annotated[float, 0, 2**40]  # at most half of what CheckpointContent allows, so that later ones fit
+    # At most half of what CheckpointContent allows, so that later ones fit.
+    saved_at: Annotated[float, Meta(ge=0, le=2**40)]
     step: Count
     epoch: Loss | None = None
     loss: Loss | None = None
     scores: Scores = field(default_factory=dict, compare=False)
     validated_on: str = ""
-    format_version: Format = FORMAT_VERSION
+    format_version: int = FORMAT_VERSION
 
     @property
     def order(self) -> tuple[float, int]:
@@ -427,7 +426,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
     """
     plain = None
     try:
-        with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(path) as archive:
             [name] = [member_name for member_name in archive.namelist() if member_name.endswith("/data.pkl")]
             member = archive.getinfo(name)
             if member.file_size > LARGEST_PICKLE or member.compress_type != zipfile.ZIP_STORED:
@@ -441,7 +440,7 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
             corrupt_record = archive.testzip()  # because torch.load does not verify the checksums
             if corrupt_record:
                 raise zipfile.BadZipFile(f"checksum of record {corrupt_record}")
-        return torch.load(regular(path), map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact
@@ -463,18 +462,22 @@ def check_ours(content: Any, path: Path) -> None:
     """Refuse the content of a file of another program, and say what to do with it."""
     if isinstance(content, dict) and "format_version" not in content:
         raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
+    version = content["format_version"] if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path}: format_version is {version!r:.50}; expected {FORMAT_VERSION}; {ADVICE}")
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
     check_ours(content, path)
     read = partial(typed, content, name=path, advice=ADVICE)
-    checkpoint = read(CheckpointContent) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
+    checkpoint = read(CheckpointContent) | asdict(read(TrainState)) | asdict(read(TokenizerRecord))
     model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
-    unknown = checkpoint["model_config"].keys() - vars(model_config).keys()
+    fields = asdict(model_config)
+    unknown = checkpoint["model_config"].keys() - fields.keys()
     if unknown:
         raise UserError(f"{path}: model_config has {min(unknown)!r}, unknown to this version; update SteadyGPT")
-    checkpoint["model_config"] = vars(model_config)
+    checkpoint["model_config"] = fields
     try:
         model_config.check_shape()
         check_numbers(checkpoint)

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from model import GPT, TABLES, GPTConfig, sketch_of
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.foreign import ADAPTER, what_it_is
-from steadygpt.base.opening import open_to_read, read_file, regular
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
@@ -52,7 +51,6 @@ FLAGS_OF_SHAPE = ("num_layers", "num_heads", "embd_size", "context_length")
 # What the state of numpy's random numbers consists of in a pickle; numpy 1 has other modules.
 NUMPY = ("ndarray", "dtype", "core.multiarray._reconstruct", "_core.multiarray._reconstruct")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LARGEST_KEPT = 2**20  # bytes of a file that kept_files() keeps
 
 
 def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
@@ -236,7 +234,7 @@ def _read_folder(folder: Path, source: str, user_record: TokenizerRecord, with_w
     if not isinstance(own, dict) or own.get("vocab_size") != config.vocab_size:
         own = {}
     record = user_record if user_record.tokenizer else _tokenizer_of(folder, source, own, config, stored)
-    record = record._replace(tokenizer_files=kept_files(folder, stored))
+    record = replace(record, tokenizer_files=kept_files(folder, stored))
     weights = _read_safetensors(folder, source, family) if with_weights else {}
     biases = {name for name in weights if name.endswith(".bias")}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
@@ -264,9 +262,9 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             reason = next(reasons, "other formats are refused, because loading them can run code")
             raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {reason}")
         try:
-            with open_to_read(file) as opened:
+            with file.open("rb") as opened:
                 check_pulled(file, opened.peek(1))
-            weights |= _own_names(safetensors.torch.load_file(regular(file)))
+            weights |= _own_names(safetensors.torch.load_file(file))
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]
@@ -310,7 +308,7 @@ def _as_own_checkpoint(
         "format_version": FORMAT_VERSION,
         "model": model,
         "model_config": dataclasses.asdict(config),
-        **record._asdict(),
+        **asdict(record),
         "saved_at": time.time(),
         **{"step": 0, "rows_consumed": 0},
         **WITHOUT_RUN,
@@ -357,7 +355,7 @@ def with_tokenizer(checkpoint: dict, user_record: TokenizerRecord, path: Path) -
     if user_record.tokenizer not in ("", record.tokenizer):
         raise UserError(f"{path}: its tokenizer is {record}; drop --tokenizer {user_record.tokenizer}")
     _without_padding(GPTConfig(**checkpoint["model_config"]), user_record, path)  # checks the number of ids
-    return checkpoint | record._asdict()
+    return checkpoint | asdict(record)
 
 
 def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
@@ -389,7 +387,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         if n_vocab > config.vocab_size:
             return UNKNOWN
         say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
-        return record._replace(tokenizer_sha256=identity)
+        return replace(record, tokenizer_sha256=identity)
     except (UserError, OSError):  # no tokenizer at all
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
@@ -400,7 +398,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     document_token = record.document_token
     if document_token not in special.values():
         document_token = special.get(str(stored.get("bos_token_id")), document_token)
-    return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=document_token)
+    return replace(record, tokenizer_sha256=tokenizer.sha256, document_token=document_token)
 
 
 def kept_files(folder: Path, stored: dict) -> str:
@@ -418,8 +416,8 @@ def kept_files(folder: Path, stored: dict) -> str:
     files = {}
     for name in hub.KEPT_FILES:
         path = folder / name
-        with suppress(OSError, UserError, ValueError, RecursionError):  # broken or large files are left out
-            text = read_file(path, LARGEST_KEPT).decode()
+        with suppress(OSError, UserError, ValueError, RecursionError):  # broken files are left out
+            text = path.read_bytes().decode()
             if path.suffix == ".json":
                 json.loads(text)
             files[name] = text

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
-from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar
-from steadygpt.base.typed import Count, read_json, typed
+from steadygpt.base.typed import Count, FileName, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
@@ -40,8 +40,8 @@ MAPPED = most_open_files() // 2  # shards mapped at the same time at most; each 
 class ShardEntry(TypedDict):
     """What the manifest says of a shard."""
 
-    file: Annotated[str, r"\w[\w.-]*"]
-    split: Annotated[str, "train|val"]
+    file: FileName
+    split: Annotated[str, Meta(pattern=r"^(train|val)\Z")]
     tokens: Count
     sha256: str
 
@@ -77,7 +77,7 @@ class Shard:
     @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
     def _mapped(self) -> tuple[np.ndarray, os.stat_result]:
         """Map the ids into memory, and return them with the state of their file."""
-        with open_to_read(self.path) as file:
+        with self.path.open("rb") as file:
             stat = os.fstat(file.fileno())
             if not self.num_tokens:  # mmap refuses an empty range
                 return np.empty(0, self.dtype), stat
@@ -171,7 +171,7 @@ def npy_header(dtype: np.dtype, num_tokens: int) -> bytes:
 def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
-        with open_to_read(path) as file:
+        with path.open("rb") as file:
             check_pulled(path, file.peek(1))
             size = os.fstat(file.fileno()).st_size
             header = read_header(file, path.suffix)
@@ -288,7 +288,7 @@ class ShardSet:
         """Return this set with the dtype that the vocabulary implies for the files without a header."""
 
         def sized(shard: Shard) -> Shard:
-            with open_to_read(shard.path) as file:
+            with shard.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 dtype = headerless_dtype(file, size, vocab_size)
             return replace(shard, dtype=dtype, num_tokens=size // dtype.itemsize)

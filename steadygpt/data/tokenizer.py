@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
 import numpy as np
 import tiktoken
 
-from steadygpt.base.opening import read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
@@ -148,7 +147,8 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-class TokenizerRecord(NamedTuple):
+@dataclass(frozen=True)
+class TokenizerRecord:
     """The tokenizer in a manifest or a checkpoint; older ones record only its name."""
 
     tokenizer: str  # as in --tokenizer; "" if unknown
@@ -166,7 +166,7 @@ class TokenizerRecord(NamedTuple):
         """Add the tokenizer.json of a folder, if it exists and this record lacks the text of its file."""
         path = folder / TOKENIZER_JSON
         if self.is_file and not self.tokenizer_json and path.exists():
-            return self._replace(tokenizer_json=read_text(path))
+            return replace(self, tokenizer_json=read_text(path))
         return self
 
     @property
@@ -199,8 +199,8 @@ class TokenizerRecord(NamedTuple):
 
     def completed(self, other: "TokenizerRecord") -> "TokenizerRecord":
         """Return this record with the files that another one of the same tokenizer has."""
-        return self._replace(
-            tokenizer_json=other.tokenizer_json or self.tokenizer_json, tokenizer_files=other.tokenizer_files
+        return replace(
+            self, tokenizer_json=other.tokenizer_json or self.tokenizer_json, tokenizer_files=other.tokenizer_files
         )
 
     def __str__(self) -> str:
@@ -260,7 +260,12 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     Args:
         folder: has the tokenizer.json, unless the record has its text.
     """
-    name, expected_sha256, document_token, text, _ = record.with_json(folder) if folder else record
+    if folder:
+        record = record.with_json(folder)
+    name = record.tokenizer
+    document_token = record.document_token
+    text = record.tokenizer_json
+    expected_sha256 = record.tokenizer_sha256
     where = str(folder / TOKENIZER_JSON) if folder else name
     if not record.is_file:
         tokenizer = replace(get_tokenizer(name), document_token=document_token)
@@ -328,7 +333,7 @@ def check_recorded(record: TokenizerRecord, folder: Path) -> None:
         load_tokenizer(record, folder)
     except NotConvertible as error:
         try:
-            sha256, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
+            sha256, _ = identify(replace(record.with_json(folder), tokenizer_sha256=""))
         except NotConvertible:
             raise error from None  # the first error names the file
         if record.tokenizer_sha256 not in ("", sha256):
@@ -342,8 +347,8 @@ def record_named(name: str) -> TokenizerRecord:
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
     if not record.is_file:
         return record
-    record = record._replace(tokenizer_json=fetch_json(name))
-    return record._replace(tokenizer_sha256=identify(record)[0])
+    record = replace(record, tokenizer_json=fetch_json(name))
+    return replace(record, tokenizer_sha256=identify(record)[0])
 
 
 def fetch_json(name: str) -> str:
@@ -356,7 +361,7 @@ def fetch_json(name: str) -> str:
 def read_text(path: Path) -> str:
     """Read a tokenizer.json."""
     try:
-        text = read_file(path).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); expected a {TOKENIZER_JSON}") from error
     if not text:

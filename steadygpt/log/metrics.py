@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from steadygpt.base.durable import fsync, lines_from_end
-from steadygpt.base.opening import open_to_read, open_to_write
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
-LARGEST_LOG = 2**34  # bytes of a metrics.jsonl that is read: a hundred million steps
 LOGS = (LOG, METRICS)  # which a run only appends to
 LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "first_step": (\d{1,18}), )?')  # beginning of any line
 Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
@@ -57,7 +55,7 @@ class LineFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.file = open_to_write(path, "a+b")
+        self.file = path.open("a+b")
         size = self.file.seek(0, os.SEEK_END)
         if size:
             self.file.seek(size - 1)
@@ -103,7 +101,7 @@ def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[t
     """
     records: list[Record] = []
     end: float = math.inf  # the step at which later launches begin
-    with suppress(FileNotFoundError), open_to_read(path, LARGEST_LOG) as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         for line in lines_from_end(file):
             match = LINE.match(line)
             if not match:
@@ -127,7 +125,7 @@ def launches_from(
         launch: the one whose records are at the offset.
     """
     records: list[Record] = []
-    with suppress(FileNotFoundError), open_to_read(path, LARGEST_LOG) as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(offset)
         for line in file:
             match = LINE.match(line)

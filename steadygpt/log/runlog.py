@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from steadygpt.base.durable import leads_to_lock, replace_file
-from steadygpt.base.opening import open_to_write
 from steadygpt.base.options import UserError, mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import columns_of, duration_text, fitting, labelled, printable
@@ -222,7 +221,7 @@ class RunLog:
             try:
                 replace_file(path, lambda file: file.write(content), durable)
             except OSError:  # a full disk has no room for a second file
-                with open_to_write(path, "r+b") as file:
+                with path.open("r+b") as file:
                     file.write(content)
                     file.truncate()
 

@@ -18,15 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+from msgspec import Meta
+
 from steadygpt.base.durable import fsync
-from steadygpt.base.opening import LARGEST_JSON, open_to_write, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
-from steadygpt.base.typed import Count, parse_json, typed
+from steadygpt.base.typed import Count, Id, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
-from steadygpt.log.metrics import LARGEST_LOG, LOGS
+from steadygpt.log.metrics import LOGS
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.network.stores import Store
 
@@ -35,7 +36,7 @@ INDEX = "index.json"
 # Files besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
 OF_FOLDER = "|".join(map(re.escape, LOGS))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
-Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
+Name = Annotated[str, Meta(pattern=r"^(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt\Z")]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -46,7 +47,7 @@ KEEP = 10  # newest rolling checkpoints in a mirror
 class Entry(Head):
     """A checkpoint in the index."""
 
-    file: Annotated[str, r"step_\d{6,}-\d+\.\d{6}\.pt"]
+    file: Annotated[str, Meta(pattern=r"^step_\d{6,}-\d+\.\d{6}\.pt\Z")]
     size: Count  # in bytes
 
 
@@ -54,9 +55,9 @@ class Entry(Head):
 class Index:
     """The content of index.json."""
 
-    run: Annotated[str, "[0-9a-f]{16}"]  # its id; "" in an empty folder
+    run: Id  # its id; "" in an empty folder
     name: str  # of the run
-    writer: Annotated[str, "[0-9a-f]{16}"]  # the launch that uploads
+    writer: Id  # the launch that uploads
     checkpoints: dict[Name, Entry]  # newest first
 
 
@@ -129,7 +130,7 @@ class Mirror:
 
     def read(self, name: str) -> bytes:
         if self.is_local:
-            return read_file(Path(self.folder, name), LARGEST_JSON if name.endswith(".json") else LARGEST_LOG)
+            return Path(self.folder, name).read_bytes()
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
@@ -149,7 +150,7 @@ class Mirror:
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
             raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
-        with open_to_write(downloaded, "ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+        with downloaded.open("ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             fcntl.flock(target, fcntl.LOCK_EX)  # another command may restore it too
             bar.update(target.seek(0, os.SEEK_END))
             for block in file.read(target.tell(), entry.size):
@@ -211,7 +212,7 @@ class Mirror:
         for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
             stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                content = read_file(folder / name, LARGEST_LOG)  # read once, because the file may grow
+                content = (folder / name).read_bytes()  # read once, because the file may grow
                 self.fs.pipe_file(f"{self.folder}/{name}", content)
                 self.sent[name] = len(content), stat.st_mtime_ns
 

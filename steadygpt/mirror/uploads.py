@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from queue import Full, Queue
@@ -128,7 +129,7 @@ class Uploads:
             self.corrupt.add(files[0].order)
             return
         file = f"step_{head.step:06d}-{head.saved_at:.6f}.pt"
-        entry = Entry(file=file, size=self.copy.stat().st_size, **vars(head))
+        entry = Entry(file=file, size=self.copy.stat().st_size, **asdict(head))
         self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
         self._note_progress()
         self.uploaded_at_s = start_s

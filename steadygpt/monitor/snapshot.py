@@ -19,12 +19,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from steadygpt.base.durable import LOCK_BYTES
-from steadygpt.base.opening import open_to_read, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.text import counted, duration_text
 from steadygpt.base.typed import read_json
-from steadygpt.log.metrics import LARGEST_LOG, METRICS, STATUS, Status, read_status
+from steadygpt.log.metrics import METRICS, STATUS, Status, read_status
 
 FRESH_S = 15.0  # a run renews its heartbeat at least every 10 s
 SILENT_S = 60.0  # without a heartbeat for this long, and for SILENT_STEPS steps, a run hangs
@@ -151,7 +149,7 @@ def has_lock(process: psutil.Process, folder: Path) -> bool:
     lock = folder / ".lock"
     try:
         lock_stat = lock.lstat()
-        number = read_file(lock, LOCK_BYTES).split()[:1]
+        number = lock.read_bytes().split()[:1]
         opened = [file.path for file in process.open_files()]
     except (OSError, UserError):
         return False
@@ -181,7 +179,7 @@ class Curves:
 
     def read(self) -> None:
         """Read what was written since the last call."""
-        with suppress(FileNotFoundError, UserError), open_to_read(self.path, LARGEST_LOG) as file:
+        with suppress(FileNotFoundError, UserError), self.path.open("rb") as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self.inode or stat.st_size < self.size:  # another run is in this folder now
                 self.reset(stat.st_ino)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
@@ -12,7 +12,7 @@ from steadygpt.base.foreign import ADAPTER, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
-from steadygpt.base.typed import read_json
+from steadygpt.base.typed import FileName, read_json
 from steadygpt.network.remote import RemoteFile
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ KEPT_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens
 
 
 class _Index(TypedDict):
-    weight_map: dict[str, Annotated[str, r"\w[\w.-]*"]]  # name of a weight -> its file, in the same folder
+    weight_map: dict[str, FileName]  # name of a weight -> its file, in the same folder
 
 
 class Repo(NamedTuple):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service
 
@@ -53,7 +52,7 @@ class RemoteFile:
     def open(self) -> BinaryIO:
         """Open the file; if the Hub's cache has it, open it there."""
         if self.cached and self.cached.exists():
-            return open_to_read(self.cached)
+            return self.cached.open("rb")
         from fsspec.spec import AbstractBufferedFile
 
         class InPlace(AbstractBufferedFile):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from steadygpt.base.disk import check_pulled
-from steadygpt.base.opening import open_to_read
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import counted
@@ -75,7 +74,7 @@ class Source:
 
     def open(self, file: int) -> BinaryIO:
         """Open a file; it has peek(), seek() and `name`."""
-        opened = self.remote[file].open() if self.remote else open_to_read(self.paths[file])
+        opened = self.remote[file].open() if self.remote else self.paths[file].open("rb")
         if self.sizes[file] < 1000:  # peeking into a large remote file would request more of it
             check_pulled(self.names[file], opened.peek(1))  # type: ignore[attr-defined]
         return opened

@@ -13,7 +13,6 @@ from typing import IO
 import numpy as np
 
 from steadygpt.base.durable import fsync, sha256_of
-from steadygpt.base.opening import open_to_write
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.data.shards import MANIFEST, ShardEntry, npy_header
@@ -68,7 +67,7 @@ class Shards:
         shard = self._path(split)
         if shard.exists():  # renamed by a command that was killed before it could save the manifest
             shard.rename(path)
-        file = open_to_write(path, "r+b" if path.exists() else "x+b")
+        file = path.open("r+b" if path.exists() else "x+b")
         if self.begun[split] and file.seek(0, os.SEEK_END) < self._size(split):
             raise UserError(f"{path}: missing or damaged; {MANIFEST} lists it. Empty {self.out} and prepare it again")
         file.truncate(self._size(split))

@@ -215,7 +215,7 @@ def stored(
         "options": {name: getattr(start.config, name) for name in STORED},
         "data": record,
         "launch": {"id": secrets.token_hex(8), "parent": parent, "how": how(config, data, ranks)},
-        **data.tokenizer_record._asdict(),
+        **asdict(data.tokenizer_record),
     }
 
 

@@ -12,10 +12,9 @@ from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text, labelled
 from steadygpt.checkpoint.files import BEST, Best, Unreadable, aside, checkpoint_bytes, read_checkpoint, read_head
-from steadygpt.checkpoint.identity import RUN, write_run
+from steadygpt.checkpoint.identity import write_run
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
-from steadygpt.log.metrics import LOG, METRICS, STATUS
-from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
+from steadygpt.log.metrics import METRICS
 from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.mirror.restore import restore_logs
 from steadygpt.mirror.store import Index, Mirror
@@ -24,21 +23,11 @@ from steadygpt.run.repeats import Repeats
 from steadygpt.run.run import Run
 from steadygpt.start.find import Start
 
-OWN_FILES = (LOG, METRICS, STATUS, RUN, TENSORBOARD, WANDB)  # besides checkpoints
 
-
-def check_own_files(folder: Path) -> None:
-    """Check that what a run writes is no link: in a folder from elsewhere, a link may lead out of the folder."""
-    paths = [folder / name for name in OWN_FILES]
-    paths += folder.glob(f"{TENSORBOARD}/*")
-    for path in paths:
-        if path.is_symlink():
-            raise UserError(f"{path}: a link; expected none, since a run writes into its own folder. Remove the link")
-    for name in (TENSORBOARD, WANDB):
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise UserError(f"{folder / name}: expected a folder. Move it away")
+def check_wandb_settings(folder: Path) -> None:
+    """Check that the folder, which may be from elsewhere, does not decide where W&B sends the curves."""
     settings = folder / WANDB / "settings"
-    if os.path.lexists(settings):
+    if settings.exists():
         raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
 
 
@@ -61,7 +50,7 @@ def open_folder(run: Run, start: Start) -> None:
     folder = Path(config.checkpoint_dir)
     needed = checkpoint_bytes(run.model, config.optimizer)
     check_space(folder, needed, start.downloaded)
-    check_own_files(folder)
+    check_wandb_settings(folder)
     best = None
     if folder / BEST not in start.renamed:
         best = best_in_folder(run, folder)

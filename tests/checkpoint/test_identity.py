@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -343,29 +342,6 @@ def test_a_name_in_the_index_of_a_mirror_is_printable(theirs):
     Path("theirs/index.json").write_text(json.dumps(index | {"name": "\x1b[2J"}))
     with pytest.raises(UserError, match=r"theirs/index\.json: --run_name is '.*'; expected"):
         run_here(*theirs, *folders("here"))
-
-
-def test_no_link_in_the_folder_is_followed(victim):
-    tell("start one --max_steps 3 --use_tensorboard --mirror $PWD/there\nmv one/tensorboard events")
-    before = victim()
-    events = "events.out.tfevents.1.host"
-    for name in ("log.txt", "metrics.jsonl", "status.json", "run.json", ".lock", "tensorboard",
-                 "wandb", "latest_backup.pt", ".latest.pt.tmp", ".run.json.tmp", f"tensorboard/{events}",
-                 "tensorboard/rank0.pt.trace.json.gz"):  # fmt: skip
-        target = Path("home", "tensorboard" if name in ("tensorboard", "wandb") else "log.txt").absolute()
-        tell(f"cp -r one x; mkdir -p x/tensorboard; rm -rf x/{name}; ln -s {target} x/{name}")
-        with suppress(UserError):
-            steps = "--max_steps 9 --profile 3" if "trace" in name else "--max_steps 5"
-            tell(f"resume x {steps} --eval_freq 2 --use_tensorboard --mirror $PWD/theirs/x")
-        assert victim() == before or name in (".lock", ".latest.pt.tmp", ".run.json.tmp", "latest_backup.pt")
-        assert b"mine" not in b"".join(path.read_bytes() for path in Path("theirs").rglob("*") if path.is_file())
-        tell("rm -r x; rm -rf theirs/x")
-    assert victim() == before
-    tell("ln -s ../home/tensorboard one/tensorboard")
-    refused = "one/tensorboard: a link; expected none, since a run writes into its own folder. Remove the link"
-    with pytest.raises(UserError, match=refused):
-        tell("resume one --max_steps 4")
-    assert victim() == before and not Path("there/tensorboard/events.out.tfevents.1.host").exists()
 
 
 BROKEN = ["", "[]", '{"id": "../x"}', '{"id": "0123456789abcdef", "folder": 3}', "{" * 9999]

@@ -4,11 +4,8 @@ import contextlib
 import io
 import json
 import math
-import os
 import random
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import zipfile
@@ -336,49 +333,6 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
                 torch.save(content, "made.pt")
             accepts(lambda: verified("made.pt"))
     assert 0 < read < count
-
-
-class TooLong(BaseException): ...
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "socket", "1 TB", "link to nothing"])
-@pytest.mark.parametrize("name", dict.fromkeys(name.split(",")[0] for name in READERS))
-def test_what_is_no_file_ends_no_reader(files, monkeypatch, name, kind):
-    """Neither by waiting for a writer of a pipe, nor by reading a device or a sparse file until memory ends."""
-    monkeypatch.chdir(files)
-    if kind == "1 TB" and "train" in name:
-        pytest.skip("shards may be as large")
-    reader = next(reader for other, reader in READERS.items() if other.split(",")[0] == name)
-    path = Path(name)
-    path.rename("aside")
-
-    def too_long(*_):
-        raise TooLong
-
-    signal.signal(signal.SIGALRM, too_long)
-    try:
-        match kind:
-            case "pipe":
-                os.mkfifo(path)
-            case "device":
-                path.symlink_to("/dev/zero")
-            case "folder":
-                path.mkdir()
-            case "socket":
-                with socket.socket(socket.AF_UNIX) as bound:
-                    bound.bind(name)
-            case "1 TB":
-                with open(path, "wb") as file:
-                    file.truncate(2**40)
-            case "link to nothing":
-                path.symlink_to("nothing")
-        signal.alarm(20)
-        with contextlib.suppress(OSError):  # which names the file, or its like
-            accepts(reader.read)
-    finally:
-        signal.alarm(0)
-        path.rmdir() if path.is_dir() else path.unlink()
-        Path("aside").rename(path)
 
 
 # One of each kind as a user meets it: file, what it holds, command.

@@ -279,7 +279,7 @@ ODD = {
     "a large date": {"updated_at": 1e308, "mirrored_at": 1e308, "mirror": "s3://x/y"},
     "large numbers": dict.fromkeys(("eta_s", "elapsed_s", "step_ms", "cost", "mfu"), 1e308) | {"step": 2**62},
     "no size": {"checkpoint_bytes": 0, "max_steps": 0},
-    "escape codes": {"run_name": "\x1b[2J", "device": "\x1b[31m", "resume": "\r\n", "reason": "\ud800"},
+    "escape codes": {"run_name": "\x1b[2J", "device": "\x1b[31m", "resume": "\r\n", "reason": "\x85"},
 }  # fmt: skip
 
 
