@@ -176,7 +176,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "faults/test_belongings"),
     ("steadygpt/checkpoint/identity.py", 'os.path.realpath(folder) != record["folder"] and', "",
      "faults/test_belongings"),
-    ("steadygpt/monitor/snapshot.py", " or not has_lock(process, folder)", "", "monitor/test_monitor"),
+    ("steadygpt/monitor/snapshot.py", "if not snapshot.owner and is_here:", "if False:", "monitor/test_monitor"),
     ("steadygpt/start/folder.py", "if path.is_symlink():", "if False:", "checkpoint/test_identity"),
     ("steadygpt/mirror/uploads.py", "if file.order > complete.get(",
      "if file.order >= complete.get(", "mirror/test_mirror"),
