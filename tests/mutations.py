@@ -180,7 +180,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/start/folder.py", "if path.is_symlink():", "if False:", "checkpoint/test_identity"),
     ("steadygpt/mirror/uploads.py", "if file.order > complete.get(",
      "if file.order >= complete.get(", "mirror/test_mirror"),
-    ("steadygpt/log/metrics.py", 'min(end, launch["first_step"])', 'launch["first_step"]', "log/test_metrics"),
+    ("steadygpt/log/metrics.py", '< launch["first_step"]', '<= launch["first_step"]', "log/test_metrics"),
     ("steadygpt/log/metrics.py", "fsync(self.file.fileno())", "pass", "log/test_runlog checkpoint/test_writer"),
     # The model, samples, scores.
     ("model.py", "second * cos + first * sin", "second * cos - first * sin", "test_model convert/test_families"),

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from steadygpt.base.durable import fsync
-from steadygpt.base.opening import LARGEST_JSON, open_to_write, read_file
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
 from steadygpt.base.typed import Count, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
-from steadygpt.log.metrics import LARGEST_LOG, LOGS
+from steadygpt.log.metrics import LOGS
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.network.stores import Store
 
@@ -128,8 +127,6 @@ class Mirror:
         return index
 
     def read(self, name: str) -> bytes:
-        if self.is_local:
-            return read_file(Path(self.folder, name), LARGEST_JSON if name.endswith(".json") else LARGEST_LOG)
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
@@ -149,7 +146,7 @@ class Mirror:
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
             raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
-        with open_to_write(downloaded, "ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+        with downloaded.open("ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
             fcntl.flock(target, fcntl.LOCK_EX)  # another command may restore it too
             bar.update(target.seek(0, os.SEEK_END))
             for block in file.read(target.tell(), entry.size):
@@ -211,7 +208,7 @@ class Mirror:
         for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
             stat = (folder / name).stat()
             if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                content = read_file(folder / name, LARGEST_LOG)  # read once, because the file may grow
+                content = (folder / name).read_bytes()  # read once, because the file may grow
                 self.fs.pipe_file(f"{self.folder}/{name}", content)
                 self.sent[name] = len(content), stat.st_mtime_ns
 
