@@ -77,7 +77,7 @@ def validate_all(run: Run) -> None:
     run.log.evaluation(state.step, validation_text(sets, run.is_best, epochs), **scores, **epoch_scores)
     if run.is_best:
         run.log.note(best_val_loss=scores["val_loss"])
-    run.log.tell("histograms", state.step, run.model)
+    run.log.histograms(state.step, run.model)
 
 
 def add_scores(run: Run, scores: Mapping[str, float]) -> None:

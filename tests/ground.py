@@ -7,6 +7,7 @@ function here. So a change of the training side changes this file, and no test.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
 import tempfile
@@ -37,7 +38,6 @@ from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import STORED, GPTConfig, TrainConfig, parse_args
 from steadygpt.data import tokenizer as tokenizers
 from steadygpt.data.order import BLOCK_ROWS, Phase
-from steadygpt.log import runlog
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
@@ -144,7 +144,7 @@ _POINTS = [
     (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "_drain"),
-    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "tell"),
+    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "_alert"),
 ]  # fmt: skip
 
 
@@ -342,14 +342,8 @@ def open_checkpoints_by(opened: Callable[[Path, Callable], Any]) -> None:
 
 def alerts_of_runs() -> list[tuple[str, str]]:
     """Return a list that gets each event that a run sends from now on, with its text."""
-    alerts, tell = [], RunLog.tell
-
-    def listening(log, method, *told):
-        if method == "send":
-            alerts.append(told)
-        tell(log, method, *told)
-
-    RunLog.tell = listening
+    alerts = []
+    RunLog._alert = lambda log, *alert: alerts.append(alert)
     return alerts
 
 
@@ -362,8 +356,8 @@ def open_log(config: TrainConfig, start_step: int | None, ranks: Ranks | None = 
     Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     log = RunLog(config, ranks or Ranks(CPU), open(Path(config.checkpoint_dir, ".lock"), "a"))
     parent = "" if start_step is None else "0" * 16
-    with mock.patch.object(runlog, "SystemMetrics"):
-        log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
+    log.load_at_s = math.inf
+    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
 

@@ -173,10 +173,10 @@ MUTATIONS = [Mutation(*row) for row in (
      "faults/test_belongings"),
     ("steadygpt/checkpoint/identity.py", 'os.path.realpath(folder) != record["folder"] and', "",
      "faults/test_belongings"),
-    ("steadygpt/monitor/snapshot.py", " or not has_lock(process, folder)", "", "monitor/test_monitor"),
+    ("steadygpt/monitor/snapshot.py", "if not snapshot.owner and is_here:", "if False:", "monitor/test_monitor"),
     ("steadygpt/mirror/uploads.py", "if file.order > complete.get(",
      "if file.order >= complete.get(", "mirror/test_mirror"),
-    ("steadygpt/log/metrics.py", 'min(end, launch["first_step"])', 'launch["first_step"]', "log/test_metrics"),
+    ("steadygpt/log/metrics.py", '< launch["first_step"]', '<= launch["first_step"]', "log/test_metrics"),
     ("steadygpt/log/metrics.py", "fsync(self.file.fileno())", "pass", "log/test_runlog checkpoint/test_writer"),
     # The model, samples, scores.
     ("model.py", "second * cos + first * sin", "second * cos - first * sin", "test_model convert/test_families"),

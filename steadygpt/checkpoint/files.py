@@ -5,6 +5,7 @@
     epoch_XXXXX.pt                  the end of an epoch: the newest keep_epochs, by default all
     stable.pt                       the last step before the cool-down of --schedule wsd
     best_model.pt                   the best validation loss so far
+    best_model_step_XXXXXX.pt       the best on other validation rows, before a change of them
 
 A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
 """
@@ -234,7 +235,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise Unreadable(f"{problem}; fix the disk or the permissions, or give another path") from error
     rolling = [name for name in found if re.fullmatch(r"rolling_step_.*\.pt", name)]
     epochs = [name for name in found if re.fullmatch(r"epoch_.*\.pt", name)]
-    names = [LATEST, STABLE, *rolling, BACKUP, *epochs, BEST]
+    best = [name for name in found if re.fullmatch(r"best_model(_step_.*)?\.pt", name)]
+    names = [LATEST, STABLE, *rolling, BACKUP, *epochs, *best]
     return [folder / name for name in names if name in found]  # also a link to nothing, as a damaged checkpoint
 
 

@@ -81,8 +81,11 @@ def open_folder(run: Run, start: Start) -> None:
     launch = run.stored["launch"]
     if checkpoint:
         log_folder = start.path.parent if start.is_fork and start.path else folder
+        records = log_folder / METRICS
+        size = records.stat().st_size if records.exists() else 0
+        checkpoint["metrics_bytes"] = min(checkpoint["metrics_bytes"], size)  # the log may have been deleted
         run.repeats = Repeats.read(
-            log_folder / METRICS,
+            records,
             checkpoint["metrics_bytes"],
             start.state.step,
             checkpoint["launch"],
