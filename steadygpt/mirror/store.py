@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+from msgspec import Meta
+
 from steadygpt.base.durable import fsync
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
-from steadygpt.base.typed import Count, parse_json, typed
+from steadygpt.base.typed import Count, Id, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import LOGS
@@ -32,7 +34,8 @@ INDEX = "index.json"
 # Files besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
 OF_FOLDER = "|".join(map(re.escape, LOGS))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
-Name = Annotated[str, r"(latest|latest_backup|best_model(_step_\d{6,})?|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
+NAME = r"^(latest|latest_backup|best_model(_step_\d{6,})?|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt\Z"
+Name = Annotated[str, Meta(pattern=NAME)]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -43,7 +46,7 @@ KEEP = 10  # newest rolling checkpoints in a mirror
 class Entry(Head):
     """A checkpoint in the index."""
 
-    file: Annotated[str, r"step_\d{6,}-\d+\.\d{6}\.pt"]
+    file: Annotated[str, Meta(pattern=r"^step_\d{6,}-\d+\.\d{6}\.pt\Z")]
     size: Count  # in bytes
 
 
@@ -51,9 +54,9 @@ class Entry(Head):
 class Index:
     """The content of index.json."""
 
-    run: Annotated[str, "[0-9a-f]{16}"]  # its id; "" in an empty folder
+    run: Id  # its id; "" in an empty folder
     name: str  # of the run
-    writer: Annotated[str, "[0-9a-f]{16}"]  # the launch that uploads
+    writer: Id  # the launch that uploads
     checkpoints: dict[Name, Entry]  # newest first
 
 
