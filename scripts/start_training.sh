@@ -49,10 +49,19 @@ if [ "$is_guided" ]; then
     read -r -p "Press Enter to start, Ctrl-C to cancel: " || { echo; echo "nothing was started"; exit 1; }
 fi
 
-print_folder="import sys; from steadygpt.config import parse_args; print(parse_args(sys.argv[1:])[0].checkpoint_dir)"
-folder=$(PYTHONPATH=$repo python -c "$print_folder" "$@")
+folder=$(PYTHONPATH=$repo python -c '
+import sys
+from pathlib import Path
+from steadygpt.base import durable, options
+from steadygpt.config import parse_args
+
+def create_folder():
+    folder = parse_args(sys.argv[1:])[0].checkpoint_dir
+    durable.lock_folder(Path(folder), "stop that run first")
+    print(folder)
+
+options.run_cli(create_folder)' "$@")
 console=$folder/console.txt
-mkdir -p "$folder"
 touch "$console"
 exec 3< "$console"
 cat <&3 > /dev/null  # skip what earlier launches printed

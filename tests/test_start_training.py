@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import REPO, TINY, write_data
 
+from steadygpt.base.durable import lock_folder
+
 MONITOR = "import sys, pathlib; pathlib.Path('monitor').write_text(sys.argv[1])"
 # In place of train.py: starts, trains until it is interrupted, or ends at once.
 TRAIN = """
@@ -148,6 +150,14 @@ def test_a_run_that_ends_at_its_start_shows_its_output_and_its_status(script):
     assert done.stdout.endswith("error: no disk\ntraining has ended with status 1\n")
     assert "of an earlier start" not in done.stdout
     assert Path("run/console.txt").read_text().startswith("of an earlier start\nstep  0/8 | loss 5.5\noutput of")
+
+
+def test_a_folder_in_which_a_run_is_training_is_refused(script):
+    with lock_folder(Path("run"), "busy"):
+        done = run(script, "--checkpoint_dir", "run")
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (2, ["the plan"])
+    assert re.fullmatch(r"error: run: in use by process \d+ on .*; stop that run first\n", done.stderr)
+    assert not Path("run/console.txt").exists()
 
 
 def test_a_dry_run_writes_nothing(script):
