@@ -209,7 +209,7 @@ FLAGS: list[tuple] = [
     ("look --step 1 --seed 3", "--seed cannot be combined with --step"),
     # Files and folders that are missing or hold something else.
     ("train --checkpoint_dir a\udcff", "'a\\udcff': not valid utf-8"),
-    *((f"train --{flags}", f"cannot write to {flags[-4:]}: a file, or a link to nothing", links) for flags in (
+    *((f"train --{flags}", f"cannot write to {flags[-4:]}: File exists; expected a writable folder", links) for flags in (
         "checkpoint_dir gone", "checkpoint_dir loop")),
     ("train --config no-such-preset", "--config no-such-preset: no such file or preset; expected a .toml file (see "),
     (f"look {'x' * 300}", "cannot be read (File name too long); fix the disk or the permissions, or give another path"),

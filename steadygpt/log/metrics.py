@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from steadygpt.base.durable import fsync, lines_from_end
+from steadygpt.base.durable import fsync
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
@@ -96,13 +96,12 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
 def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[LaunchLine, list[Record]]]:
     """Yield the launches in a metrics.jsonl, the last one first, each with the records that no later launch repeats.
 
-    The file is read from its end, and only as far as the caller iterates. Broken lines are skipped, and so are records
-    before `first_step` or without `key`.
+    Broken lines are skipped, and so are records before `first_step` or without `key`.
     """
     records: list[Record] = []
     end: float = math.inf  # the step at which later launches begin
     with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in lines_from_end(file):
+        for line in reversed(file.readlines()):
             match = LINE.match(line)
             if not match:
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from steadygpt.base.durable import locked
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
@@ -71,7 +71,7 @@ def lock_run(command: TrainConfig, stack: ExitStack) -> IO[str] | None:
     """Lock the folder of a run that trains, up to the end of the stack."""
     if not command.trains:
         return None
-    return stack.enter_context(locked(Path(command.checkpoint_dir), IN_USE))
+    return stack.enter_context(lock_folder(Path(command.checkpoint_dir), IN_USE))
 
 
 def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) -> Start:
