@@ -4,14 +4,12 @@ import json
 import random
 import re
 import textwrap
-import tracemalloc
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from conftest import REPO
 
-from steadygpt.log.metrics import METRICS, LineFile, read_records, segments
+from steadygpt.log.metrics import METRICS, LineFile, read_records
 
 
 def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
@@ -50,23 +48,6 @@ RUN = [
 def test_later_starts_win_from_their_first_step_on(tmp_path):
     found = read_records(write_lines(tmp_path / METRICS, *RUN), "loss")
     assert [(record["step"], record["loss"]) for record in found] == [(0, 1), (1, 1), (2, 3), (7, 4), (8, 4)]
-
-
-def test_the_reader_needs_only_the_end_of_a_long_log(tmp_path):
-    path = tmp_path / METRICS
-    with open(path, "wb") as file:
-        file.truncate(2**28)  # what came before, as far as that matters here
-    write_lines(path, "", start_line(0), *steps(0, 4), start_line(3), *steps(3, 5, 2.0))
-    tracemalloc.start()
-    found = list(islice(segments(path, first_step=2, key="loss"), 2))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    segments_read = [(launch["first_step"], [r["step"] for r in records]) for launch, records in found]
-    assert segments_read == [
-        (3, [3, 4]),
-        (0, [2]),
-    ]
-    assert peak < 2**25
 
 
 BROKEN = [
