@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import BatchLoader
 from evaluation import evaluate
-from steadygpt.base.durable import locked
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.table import print_checkpoints
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = ranks.from_main(lambda: with_checkpoint_dir(command, set_by))
         lock = None
         if command.trains:
-            lock = ranks.on_main(lambda: stack.enter_context(locked(Path(command.checkpoint_dir), IN_USE)))
+            lock = ranks.on_main(lambda: stack.enter_context(lock_folder(Path(command.checkpoint_dir), IN_USE)))
         start = find_start(command, set_by, ranks)  # only reads; skip it at first reading
         data = open_data(start, ranks)
         config = settle(start, data, ranks)

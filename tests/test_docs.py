@@ -105,7 +105,7 @@ def test_messages_that_the_page_of_troubleshooting_quotes_are_said():
     """In the parts on starts and resumes. One message is torchrun's, one a warning that test_repeats.py provokes."""
     parts = re.findall(r"^## (?:Starting|Stopping.*?)\n(.*?)(?=^## |\Z)", text("docs/troubleshooting.md"), re.M | re.S)
     quoted = {message for part in parts for message in re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)}
-    said = "\n".join([of[0] for of in CONTENTS.values()] + [row[1] for row in (*FLAGS, *SHARDS, *CHECKPOINTS)])
+    said = "\n".join([*CONTENTS.values()] + [row[1] for row in (*FLAGS, *SHARDS, *CHECKPOINTS)])
 
     def is_said(message: str) -> bool:
         return bool(re.search(re.escape(message).replace(r"\.\.\.", ".*").replace("N", r"\S+"), said))

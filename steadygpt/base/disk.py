@@ -1,10 +1,8 @@
-"""The limit of open files, pointers of Git LFS, and paths that do not exist."""
+"""The limit of open files, and paths that do not exist."""
 
 import os
 import resource
 from pathlib import Path
-
-from steadygpt.base.options import UserError
 
 
 def most_open_files() -> int:
@@ -18,12 +16,6 @@ def most_open_files() -> int:
     except (OSError, ValueError):  # macOS has a lower limit that it does not report
         return soft
     return most
-
-
-def check_pulled(name: object, beginning: bytes) -> None:
-    """Refuse a file that begins as a Git LFS pointer does; a clone without Git LFS has one in place of the file."""
-    if beginning.startswith(b"version https://git-lfs"):
-        raise UserError(f"{name}: found a Git LFS pointer, expected the file. Try: git lfs pull")
 
 
 def existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Atomic file writes, folder locks, and lines from the end of a file."""
+"""Atomic file writes and folder locks."""
 
 import errno
 import fcntl
@@ -6,12 +6,11 @@ import hashlib
 import io
 import mmap
 import os
-import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -20,8 +19,6 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a folder: older CIFS, VirtualBox
-LOCK_BYTES = 300  # of the content of a lock, at most
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
@@ -130,22 +127,6 @@ def link_file(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[bytes]:
-    """Yield the lines of a file from the last to the first, those longer than a block perhaps in part.
-
-    Memory is bounded by two blocks.
-    """
-    position = file.seek(0, os.SEEK_END)
-    first = b""  # first line of the block after this one; it may begin in this one
-    while position:
-        size = min(position, block_bytes)
-        position = file.seek(position - size)
-        first, *lines = io.BytesIO(file.read(size) + first[:block_bytes]).readlines()
-        yield from reversed(lines)
-    if first:
-        yield first
-
-
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
@@ -183,27 +164,13 @@ def _tell_of_names(folder: Path) -> None:
     )
 
 
-def owner_of(path: Path) -> str:
-    """Return the name of the user who owns a file, or the user's number."""
-    try:
-        return path.owner()
-    except KeyError:
-        return f"user {path.stat().st_uid}"
-
-
 def lock_folder(folder: Path, advice: str) -> IO[str]:
-    """Lock `folder` against other processes until this process ends or the returned file is closed."""
+    """Lock `folder` against other processes until this process ends or the returned file is closed; the file stays."""
     lock = folder / ".lock"
-    is_new = not os.path.lexists(lock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = lock.open("a+")
         _take(file)
-        if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-            return lock_folder(folder, advice)  # the last owner of the lock has removed it meanwhile
-        file.seek(0)
-        if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(LOCK_BYTES)):
-            raise UserError(f"{lock}: not the lock of a run; expected the number of a process. Move it away")
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -212,20 +179,11 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         owner = file.read().strip() or "unknown"
         raise UserError(f"{folder}: in use by process {owner}; {advice}") from None
     except OSError as error:
-        if isinstance(error, PermissionError) and os.access(folder, os.W_OK) and lock.exists():
-            raise UserError(
-                f"{lock}: {error.strerror}; it is the lock of {owner_of(lock)}, who has used the folder. When no run "
-                "uses it, remove the lock"
-            ) from error
-        if error.errno in NO_LOCKS:
-            if is_new:
-                lock.unlink(missing_ok=True)
-            raise UserError(
-                f"{lock}: cannot be locked ({error.strerror}); mount this file system with locks, or use a local disk"
-            ) from error
-        problem = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
-        place = error.filename or folder
-        raise UserError(f"cannot write to {place}: {problem}; expected a writable folder with free space") from error
+        place = error.filename or lock
+        raise UserError(
+            f"cannot write to {place}: {error.strerror}; expected a writable folder with free space, on a file system "
+            "with locks"
+        ) from error
     return file
 
 
@@ -261,20 +219,3 @@ def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
         return os.path.samestat((folder / ".lock").stat(), os.fstat(lock.fileno()))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-@contextmanager
-def locked(folder: Path, advice: str) -> Iterator[IO[str]]:
-    """Lock a folder inside, as lock_folder() does. After a UserError, remove a lock and a folder that are new."""
-    is_new_folder = not folder.exists()
-    is_new_lock = not os.path.lexists(folder / ".lock")
-    with lock_folder(folder, advice) as lock:
-        try:
-            yield lock
-        except UserError:
-            if is_new_lock:
-                (folder / ".lock").unlink(missing_ok=True)
-            if is_new_folder:
-                with suppress(OSError):  # something was written
-                    folder.rmdir()
-            raise

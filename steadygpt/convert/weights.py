@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, TABLES, GPTConfig, sketch_of
-from steadygpt.base.disk import check_pulled
-from steadygpt.base.foreign import ADAPTER, what_it_is
+from steadygpt.base.foreign import ADAPTER, what_it_begins_as, what_it_is
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
@@ -262,11 +261,9 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             reason = next(reasons, "other formats are refused, because loading them can run code")
             raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {reason}")
         try:
-            with file.open("rb") as opened:
-                check_pulled(file, opened.peek(1))
             weights |= _own_names(safetensors.torch.load_file(file))
         except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(f"{file}: cannot be read ({error})") from error
+            raise UserError(f"{file}: {what_it_begins_as(file) or f'cannot be read ({error})'}") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]
     if not any(name.startswith(base) for name in weights):  # the model without its head was saved, as gpt2 on the Hub
         weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}

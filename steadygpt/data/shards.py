@@ -17,7 +17,7 @@ from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from steadygpt.base.disk import check_pulled, most_open_files
+from steadygpt.base.disk import most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
@@ -172,7 +172,6 @@ def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
         with path.open("rb") as file:
-            check_pulled(path, file.peek(1))
             size = os.fstat(file.fileno()).st_size
             header = read_header(file, path.suffix)
             offset = file.tell()
@@ -182,13 +181,16 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
-        raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
+        problem = what_it_is(path) or f"not a .npy file ({reason}); prepare or copy it again"
+        raise UserError(f"{path}: {problem}") from error
     if header is None:  # a file of nanoGPT; ShardSet.for_vocab() sets the dtype
+        problem = what_it_is(path)
         if path.name not in ("train.bin", "val.bin"):
-            problem = what_it_is(path) or (
+            problem = problem or (
                 f"no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
                 "file names train.bin and val.bin"
             )
+        if problem:
             raise UserError(f"{path}: {problem}")
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from steadygpt.base.disk import check_pulled
+from steadygpt.base.foreign import BEGINNINGS, LFS_POINTER
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.text import counted
@@ -75,8 +75,9 @@ class Source:
     def open(self, file: int) -> BinaryIO:
         """Open a file; it has peek(), seek() and `name`."""
         opened = self.remote[file].open() if self.remote else self.paths[file].open("rb")
-        if self.sizes[file] < 1000:  # peeking into a large remote file would request more of it
-            check_pulled(self.names[file], opened.peek(1))  # type: ignore[attr-defined]
+        is_small = self.sizes[file] < 1000  # peeking into a large remote file would request more of it
+        if is_small and opened.peek(1).startswith(LFS_POINTER):  # type: ignore[attr-defined]
+            raise UserError(f"{self.names[file]}: {BEGINNINGS[LFS_POINTER]}")
         return opened
 
     def blocks(self, text_field: str, vocab_size: int, first: Place) -> Iterator[Block]:

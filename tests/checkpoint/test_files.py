@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import time
-import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -51,48 +50,15 @@ def names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_a_few_bytes_of_a_file_cannot_take_all_memory(tmp_path):
-    """The C code of pickle allocates twice as many pointers as the largest number of a memo in the file."""
-    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}r\xff\xff\xff\x00.")
-    tracemalloc.start()
-    with pytest.raises(UserError, match="not a checkpoint of SteadyGPT"):
-        files.read_head(tmp_path / "latest.pt")
-    assert tracemalloc.get_traced_memory()[1] < 2**24
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize(("content", "how"), [
-    (b"}" * 2**23, zipfile.ZIP_STORED), (b"]" * 1000, zipfile.ZIP_DEFLATED), (bytes(2**27), zipfile.ZIP_STORED),
-], ids=["containers", "compressed", "large"])  # fmt: skip
-def test_what_stands_for_far_more_than_its_bytes_is_not_read(tmp_path, content, how):
-    with zipfile.ZipFile(tmp_path / "latest.pt", "w", how) as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
-    tracemalloc.start()
+def test_a_file_that_was_compressed_is_refused(tmp_path):
+    """Its records are mapped as they are in the file, so the weights would be other numbers."""
+    write_checkpoint(tmp_path, 10, "saved.pt")
+    with zipfile.ZipFile(tmp_path / "saved.pt") as saved, zipfile.ZipFile(tmp_path / "latest.pt", "w", 8) as again:
+        for name in saved.namelist():
+            again.writestr(name, saved.read(name))
     for read in (files.read_head, verified):
-        with pytest.raises(
-            UserError, match=r"corrupt \(archive/data\.pkl (is compressed|has more than 4,194,304 cont)"
-        ):
+        with pytest.raises(UserError, match=r"latest\.pt: corrupt \(it was compressed after it was saved\)"):
             read(tmp_path / "latest.pt")
-    assert tracemalloc.get_traced_memory()[1] < 2**25
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize("width", [2, 3, 100])
-@pytest.mark.parametrize("depth", [5, 20, 60])
-def test_a_few_bytes_of_a_file_cannot_take_all_time(tmp_path, width, depth):
-    """A key is hashed part by part, and each tuple of these holds the one before several times."""
-    tuples = b"K\x01\x85q\x000"  # put into the memo, and taken from the stack
-    for number in range(depth):
-        tuples += b"(" + b"h%c" % number * width + b"tq%c0" % (number + 1)
-    key = b"h%c" % depth
-    with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}" + tuples + key + b"K\x01s.")
-    begun_s = time.process_time()
-    for read in (files.read_head, verified):
-        with pytest.raises(UserError, match=r"latest\.pt: "):
-            read(tmp_path / "latest.pt")
-    assert time.process_time() - begun_s < 10  # of 2**60 additions
 
 
 @pytest.mark.parametrize("year", [2106, 2108, 2500, 9999])
@@ -426,8 +392,9 @@ def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, 
 def test_table_runs_no_code_of_a_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "latest.pt", "w") as archive:
         archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
+        archive.writestr("archive/version", "3")
     _, line, _ = checkpoint_table(tmp_path)
-    assert "  not a checkpoint of SteadyGPT; " in line
+    assert f"  {CODE}" in line
     assert names(tmp_path) == ["latest.pt"]
 
 

@@ -290,6 +290,9 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(("name", "write", "message"), [
     ("model.safetensors", empty, "weights without their shape; give their folder, which needs"),
     ("model.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(90)), "weights of llama.cpp; convert the"),
+    ("weights.pt", lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1"), "Try: git lfs pull"),
+    ("page.pt", lambda path: path.write_bytes(b"<!DOCTYPE html><html>"), "a web page; download the file itself"),
+    ("consolidated.00.pth", torch_file({"tok_embeddings.weight": torch.ones(2)}), "weights of Llama from Meta; conv"),
     ("gpt2_124M.bin", magic(20240326), "weights of llm.c; export .* python dev/eval/export_hf.py --input in/gpt2"),
     ("state.bin", magic(20240527), "the optimizer's state of llm.c; export the model_"),
     ("train_000000.bin", magic(20240520), "token ids of llm.c; train on their folder with --data_dir in"),
@@ -316,6 +319,7 @@ def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message
     ({"lit_model.pth": b"", "model_config.yaml": b""}, "a checkpoint of litgpt"),
     ({"model.gguf": b"GGUF"}, "weights of llama.cpp"),
     ({".metadata": b"", "__0_0.distcp": b""}, "a checkpoint of torch.distributed"),
+    ({"consolidated.00.pth": b"", "params.json": b"{}"}, "weights of Llama from Meta"),
     ({"notes": b""}, "not a Hugging Face model; expected config.json in it"),
 ])  # fmt: skip
 def test_a_folder_of_another_program_is_named(files, message):

@@ -122,7 +122,7 @@ def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
         patch.setattr(chunks, "check_text", lambda *_: None)
         patch.setattr(chunks, "PACKED", {})
         patch.setattr(chunks, "encoding_of", lambda _: "utf-8")
-        patch.setattr(sources, "check_pulled", lambda *_: None)
+        patch.setattr(sources, "LFS_POINTER", b"none of these")
         blocks = [block.data for block in blocks_from(Source("files", [path]))]
     assert b"".join(blocks) == data
     with contextlib.suppress(UnicodeDecodeError):
