@@ -144,7 +144,7 @@ _POINTS = [
     (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "_drain"),
-    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "_alert"),
+    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "_attempt"),
 ]  # fmt: skip
 
 
@@ -342,8 +342,13 @@ def open_checkpoints_by(opened: Callable[[Path, Callable], Any]) -> None:
 
 def alerts_of_runs() -> list[tuple[str, str]]:
     """Return a list that gets each event that a run sends from now on, with its text."""
-    alerts = []
-    RunLog._alert = lambda log, *alert: alerts.append(alert)
+    alerts, real = [], RunLog.open
+
+    def open_and_listen(log, *args):
+        real(log, *args)
+        log.alerts = SimpleNamespace(send=lambda *alert: alerts.append(alert), close=lambda: None)
+
+    RunLog.open = open_and_listen
     return alerts
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from steadygpt.base.durable import fsync
+from steadygpt.base.durable import fsync, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.typed import Count, parse_json, read_json
 
@@ -123,6 +123,18 @@ def read_records(path: Path, key: str = "step") -> list[Record]:
         earlier = [record for record in records if (record["step"] or 0) < launch["first_step"]]
         records = earlier + [record for record in segment if key in record]
     return records
+
+
+def write_status(folder: Path, facts: Mapping[str, Any], durable: bool) -> None:
+    """Replace status.json."""
+    path = folder / STATUS
+    content = f"{json.dumps({**facts, 'updated_at': time.time()}, indent=2)}\n".encode()
+    try:
+        replace_file(path, lambda file: file.write(content), durable)
+    except OSError:  # a full disk has no room for a second file
+        with path.open("r+b") as file:
+            file.write(content)
+            file.truncate()
 
 
 def read_status(folder: Path) -> Status:

@@ -5,7 +5,6 @@ validation loss of one step belong to the same weights. Logs are only appended t
 the steps from s on again, after a line of its own (see metrics.py).
 """
 
-import json
 import math
 import os
 import socket
@@ -18,13 +17,13 @@ from typing import IO, Any, TextIO
 
 from torch import nn
 
-from steadygpt.base.durable import leads_to_lock, replace_file
+from steadygpt.base.durable import leads_to_lock
 from steadygpt.base.options import UserError, mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import columns_of, duration_text, fitting, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.metrics import LOG, LOGS, METRICS, STATUS, LineFile, line_of, without_nan
+from steadygpt.log.metrics import LOG, LOGS, METRICS, STATUS, LineFile, line_of, without_nan, write_status
 from steadygpt.log.system import measure_load
 from steadygpt.log.tensorboard import TensorBoard
 from steadygpt.log.wandb_sink import open_wandb
@@ -81,9 +80,9 @@ class RunLog:
         self.files = {name: LineFile(Path(config.checkpoint_dir, name)) for name in LOGS}
         self.note(step=first_step)
         for line in self.early:
-            self._write(LOG, line)
+            self._attempt(LOG, self.files[LOG].write, line)
         self.early = []
-        self._write(METRICS, line_of(first_step, {"first_step": first_step, **launch}))
+        self._attempt(METRICS, self.files[METRICS].write, line_of(first_step, {"first_step": first_step, **launch}))
         if config.use_wandb:
             self.wandb = open_wandb(config, launch["run"], self.warn)
             self.say(labelled("wandb", str(self.wandb.settings.sync_dir if self.wandb.offline else self.wandb.url)))
@@ -146,7 +145,7 @@ class RunLog:
         if not self.files:
             return
         measured = {name: number for name, number in numbers.items() if number is not None}
-        self._write(METRICS, line_of(step, measured))
+        self._attempt(METRICS, self.files[METRICS].write, line_of(step, measured))
         if self.tensorboard:
             self._attempt("TensorBoard", self.tensorboard.curves, step, measured, group)
         if self.wandb:
@@ -163,11 +162,6 @@ class RunLog:
         if load:
             self._record("system", step, load)
         self.note(load=load)
-
-    def _write(self, name: str, line: str) -> None:
-        """Write a line to one of LOGS."""
-        with self.lock:
-            self._attempt(name, self.files[name].write, line)
 
     def _attempt(self, name: str, action: Callable[..., object], *args: object) -> None:
         """Call action(*args) of a file or sink; its first failure is reported: records are lost, but the run continues.
@@ -192,7 +186,7 @@ class RunLog:
                 except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
                     mute(stream)
             if self.files:
-                self._write(LOG, text)
+                self._attempt(LOG, self.files[LOG].write, text)
             else:
                 self.early.append(text)
 
@@ -201,18 +195,14 @@ class RunLog:
         self.say(f"warning: {line}", sys.stderr)
         with self.lock:
             self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
-        if event:
-            self._alert(event, line)
-
-    def _alert(self, event: str, text: str) -> None:
-        if self.alerts:
-            self.alerts.send(event, text)
+        if event and self.alerts:
+            self.alerts.send(event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed. torchrun's exit status does not tell these apart."""
         doing = "starting" if status == "running" else None
         self.note(status=status, reason=reason, doing=doing, summary=list(summary), **facts)
-        self._write_status(durable=True)
+        self.beat(now=True)
         progress = f"at step {self.facts['step']:,} of {self.max_steps:,}"
         if reason:
             progress += f" ({reason})"
@@ -222,32 +212,20 @@ class RunLog:
             event = "resumed"
         else:
             event = "started"
-        self._alert(event, " | ".join([progress, *summary]))
+        if self.alerts:
+            self.alerts.send(event, " | ".join([progress, *summary]))
 
     def note(self, **facts: object) -> None:
         """Set facts of status.json; a fact that is None, NaN or infinity is removed."""
         with self.lock:
             self.facts = {name: fact for name, fact in without_nan(self.facts | facts).items() if fact is not None}
 
-    def beat(self) -> None:
-        """Renew status.json if that is due, as a sign that the training thread makes progress."""
-        if time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
-            self._write_status(durable=False)
-
-    def _write_status(self, durable: bool) -> None:
-        self.heartbeat_at_s = time.monotonic()
-        if self._owns_folder():
-            content = f"{json.dumps({**self.facts, 'updated_at': time.time()}, indent=2)}\n".encode()
-            self._attempt(STATUS, self._replace_status, content, durable)
-
-    def _replace_status(self, content: bytes, durable: bool) -> None:
-        path = Path(self.config.checkpoint_dir, STATUS)
-        try:
-            replace_file(path, lambda file: file.write(content), durable)
-        except OSError:  # a full disk has no room for a second file
-            with path.open("r+b") as file:
-                file.write(content)
-                file.truncate()
+    def beat(self, now: bool = False) -> None:
+        """Renew status.json if that is due, as a sign that the training thread makes progress; or now, and durably."""
+        if now or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
+            self.heartbeat_at_s = time.monotonic()
+            if self._owns_folder():
+                self._attempt(STATUS, write_status, Path(self.config.checkpoint_dir), self.facts, now)
 
     def _owns_folder(self) -> bool:
         """Return whether the path of the run's folder still leads to the folder that this process has locked."""
@@ -269,7 +247,7 @@ class RunLog:
         replaced.close()
         if name == METRICS:
             step = self.facts["step"]
-            self._write(METRICS, line_of(step, {"first_step": step, **self.launch}))
+            self._attempt(METRICS, self.files[METRICS].write, line_of(step, {"first_step": step, **self.launch}))
         self.warn(f"{replaced.path}: was removed or renamed during the run; opened anew")
 
     def size_of(self, name: str) -> int:
@@ -292,15 +270,16 @@ class RunLog:
         self.close()
 
     def close(self) -> None:
-        """Close all sinks; those that may warn come first."""
+        """Close all sinks; the files come last, because the others may warn."""
         if self.alerts:
             self.alerts.close()
         if self.wandb:
             self._attempt("W&B", self.wandb.finish)
-        self.flush()
         if self.tensorboard:
             self._attempt("TensorBoard", self.tensorboard.close)
-        for name, file in self.files.items():
-            self._attempt(name, file.close)
         self.alerts = self.wandb = self.tensorboard = None
-        self.files = {}
+        self.flush()
+        with self.lock:
+            for name, file in self.files.items():
+                self._attempt(name, file.close)
+            self.files = {}
