@@ -228,7 +228,7 @@ FLAGS: list[tuple] = [
     ("convert_hf none.pt out.pt", "none.pt"),
     ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),
     ("monitor_training none",
-     "none: no run; found no status.json there or below. Try the --checkpoint_dir of a run."),
+     "none: no run; found no status.json or metrics.jsonl there or below. Try the --checkpoint_dir of a run."),
     # TOML files.
     ("train --config bad.toml", "bad.toml: unknown argument '--num_layer'; did you mean", toml("num_layer = 4")),
     ("train --config bad.toml", "bad.toml: unknown argument '--n_layer'; use --num_layers", toml("n_layer = 4")),
