@@ -29,8 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from steadygpt.base.disk import existing
-from steadygpt.base.durable import lock_folder, replace_file
+from steadygpt.base.durable import existing, lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted

@@ -1,4 +1,4 @@
-"""Atomic file writes and folder locks."""
+"""Atomic file writes, folder locks, and paths that do not exist yet."""
 
 import errno
 import fcntl
@@ -131,6 +131,12 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def existing(path: Path) -> Path:
+    """Return a path or the first folder above it that exists."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if os.path.exists(place))  # noqa: PTH110 (Path.exists may raise)
 
 
 def fsync(descriptor: int) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import re
+import resource
 import shlex
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from steadygpt.base.disk import most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
@@ -34,6 +34,21 @@ NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+
+
+def most_open_files() -> int:
+    """Raise this process's limit of open files as far as the system allows, but not above 2**16; return the limit."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (2**16 if limit == resource.RLIM_INFINITY else min(2**16, limit) for limit in limits)
+    if soft == most:
+        return most
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    except (OSError, ValueError):  # macOS has a lower limit that it does not report
+        return soft
+    return most
+
+
 MAPPED = most_open_files() // 2  # shards mapped at the same time at most; each keeps a file open
 
 

@@ -10,7 +10,7 @@ import torch
 from evaluation import validation_rows
 from model import GPT, sketch_of
 from steadygpt import version_text
-from steadygpt.base.disk import existing
+from steadygpt.base.durable import existing
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.files import LATEST, checkpoint_bytes
 from steadygpt.choices import SCHEDULES

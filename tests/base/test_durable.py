@@ -1,14 +1,20 @@
-"""Atomic file writes, folder locks, and lines from the end of a file."""
+"""Atomic file writes, and folder locks."""
 
 import errno
 import fcntl
 import os
+import socket
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from steadygpt.base import durable
-from steadygpt.base.durable import fsync, lock_folder, replace_file
+from steadygpt.base.durable import UncachedFile, fsync, lock_folder, replace_file
 from steadygpt.base.options import UserError
 
 
@@ -42,6 +48,57 @@ def test_fsync_on_macos_is_a_full_fsync_where_the_file_system_supports_it(suppor
     monkeypatch.setattr(os, "fsync", calls.append)
     fsync(7)
     assert calls == [(7, 51)] + [7] * (not supported)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.binary(max_size=20_000), max_size=5))
+def test_uncached_file_writes_the_same_bytes(chunks):
+    for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # tmpfs may not support O_DIRECT
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            with UncachedFile(Path(file.name), buffer_size=4096) as uncached:
+                assert [uncached.write(chunk) for chunk in chunks] == [len(chunk) for chunk in chunks]
+            assert file.read() == b"".join(chunks)
+
+
+def takes_part_of_a_page(folder: Path) -> bool:
+    """Return whether O_DIRECT may write less than a page here, as in a file system in memory."""
+    file = os.open(folder / "direct", os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
+        os.write(file, bytes(1000))
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def test_uncached_file_falls_back_to_the_cache_when_a_direct_write_fails(tmp_path):
+    with UncachedFile(tmp_path / "file", buffer_size=1000) as file:  # not a multiple of the page size
+        file.write(bytes(1500))
+        assert file.direct == takes_part_of_a_page(tmp_path)
+    assert (tmp_path / "file").read_bytes() == bytes(1500)
+
+
+def test_full_disk_during_an_uncached_write_is_an_oserror():
+    with pytest.raises(OSError) as caught, UncachedFile(Path("/dev/full")) as file:
+        torch.save({"weight": torch.zeros(2**23)}, file)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_temporary_file_of_a_killed_process_is_replaced(tmp_path):
+    (tmp_path / ".file.tmp").write_text("a part")
+    replace_file(tmp_path / "file", lambda file: file.write(b"new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_lock_is_released_when_its_file_is_closed(tmp_path):
+    lock = lock_folder(tmp_path, "wait")
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on {socket.gethostname()}; wait"):
+        lock_folder(tmp_path, "wait")
+    lock.close()
+    lock_folder(tmp_path, "wait").close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
