@@ -92,10 +92,6 @@ CONTENTS = {
     "model_args.dim": (
         "a checkpoint of llama2.c; export it there: python export.py NEW_FOLDER --checkpoint {file} --version -1"
     ),
-    "dataloader_state.train_curr_pos": (
-        "a checkpoint of train_improved.py; start a new run from its weights, in another --checkpoint_dir: "
-        "--init_from {file}; or convert them: convert_hf.py {file} weights.pt"
-    ),
     "config.num_eigenstates": (
         "a checkpoint of a temporal eigenstate network; its architecture is not offered, so train a new model"
     ),

@@ -401,9 +401,9 @@ def load_verified(path: Path, only_head: bool = False) -> object:
             problem = f"{path}: cannot be read ({cause.strerror or cause})"
             raise Unreadable(f"{problem}; fix the disk or the permissions, or give an older file") from error
         if isinstance(error, pickle.UnpicklingError):
-            reason = "more than tensors and plain types"
-        else:
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            description = what_it_is(path) or f"it holds more than tensors and plain types; {NOT_OURS}"
+            raise NotOurs(f"{path}: {description}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
 
 

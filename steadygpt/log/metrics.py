@@ -12,15 +12,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from steadygpt.base.durable import fsync, replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.typed import Count, parse_json, read_json
+from steadygpt.base.typed import Count, Number, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LOGS = (LOG, METRICS)  # which a run only appends to
-Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
+Record = dict[str, Integer | Number | None]
 
 
 class LaunchLine(TypedDict):

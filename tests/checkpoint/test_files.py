@@ -361,7 +361,7 @@ class RunsCode:
 
 
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
-NO_ZIP, CODE = "corrupt (File is not a zip file)", "corrupt (more than tensors and plain types)"
+NO_ZIP, CODE = "corrupt (File is not a zip file)", "it holds more than tensors and plain types"
 RUN = run_content(4)
 
 
