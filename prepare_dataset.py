@@ -145,9 +145,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if not source.holds_ids:
         _ = tokenizer.document_id  # raises if it has no such token
         if not tokenizer.encoding:
-            say(
-                f"the library tokenizers encodes with {name}, about 6 times slower than with GPT-2's, Qwen's or Llama 3's"
-            )
+            say(f"{name}: the library tokenizers encodes, about 6 times slower than tiktoken with GPT-2's or Llama 3's")
     if record.is_file:
         if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != tokenizer.json.encode():
             raise UserError(

@@ -185,8 +185,8 @@ def bytes_of_tokens(text: str, library: "tokenizers.Tokenizer") -> dict[int, byt
             bytes_of[i] = token.replace(SPACE, " ").encode()
         else:
             bytes_of[i] = token.encode()
-    for i, token in library.get_added_tokens_decoder().items():
-        bytes_of[i] = token.content.encode()
+    for i, added in library.get_added_tokens_decoder().items():
+        bytes_of[i] = added.content.encode()
     return bytes_of
 
 
