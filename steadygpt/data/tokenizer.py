@@ -25,6 +25,7 @@ from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
 from steadygpt.data.tokenizer_json import (
     GPT2_PATTERN,
+    MOST_IDS,
     Literals,
     bytes_of_tokens,
     gives_ids_of,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
-MOST_IDS = 2**24
 SIZES = {"bytes": 257, "gpt2": 50257}  # the number of ids, so that it needs no vocabulary
 # A text that shows whether the bytes of tokens are those of the text: case, white space, Unicode.
 PROBE = "Ab  cD \n\n\tx\r\n\u00e9 \u017f\u212a\ufb01 \u6f22\u5b57 \U0001f642 1\u00b2 don't <x> ... \x01 z"

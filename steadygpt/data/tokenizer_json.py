@@ -4,6 +4,7 @@ import json
 import math
 import re
 from itertools import pairwise
+from textwrap import shorten
 from typing import TYPE_CHECKING, NamedTuple
 from unicodedata import normalize
 
@@ -14,6 +15,7 @@ from steadygpt.base.options import UserError
 if TYPE_CHECKING:
     import tokenizers
 
+MOST_IDS = 2**24
 # The added tokens that are not special, text -> id: those to find before NFC, and those to find after it.
 Literals = tuple[dict[str, int], dict[str, int]]
 # ByteLevel's regular expression as tiktoken writes it. It is a constant, because it is part of the identity.
@@ -68,7 +70,9 @@ def read_library(text: str, where: object) -> "tokenizers.Tokenizer":
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises no other type
-        raise UserError(f"{where}: not a tokenizer.json that the library tokenizers reads ({error})") from error
+        raise UserError(
+            f"{where}: not a tokenizer.json that the library tokenizers reads ({shorten(str(error), 300)})"
+        ) from error
     library.encode_special_tokens = True
     library.no_truncation()
     library.no_padding()
@@ -130,7 +134,7 @@ def _read_bpe(content: dict, pattern: str) -> ByteLevelBpe | None:
     if any(bytes([byte]) not in ranks for byte in range(256)):
         return None
     ids = [*ranks.values(), *(i for token, i in added_ids.items() if ranks.get(token.encode()) != i)]
-    if len({*ids}) < len(ids):
+    if len({*ids}) < len(ids) or max(ids) >= MOST_IDS:
         return None
     encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     return ByteLevelBpe(encoding, bool(normalizers), literals)

@@ -166,8 +166,8 @@ def cut_at(text: bytes, at: int, window: int) -> int:
     """Return where to cut a text: at the first end of a word from byte `at` on.
 
     It is before a space that follows a non-space, or after a newline between two non-spaces. Pre-tokenizers such as
-    GPT-2's always begin a new word there, so the ids of the pieces, concatenated, are those of the whole text. If `window` bytes have no such space, the text is cut before the next character, and the
-    ids may differ.
+    GPT-2's always begin a word there, so the ids of the pieces, concatenated, are those of the whole text. If `window`
+    bytes have no such place, the text is cut before the next character, and the ids may differ.
     """
     word_end = _WORD_END.search(text, at, at + window)
     if word_end:
