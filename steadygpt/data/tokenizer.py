@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ import tiktoken
 
 from steadygpt.base.disk import check_pulled
 from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
 from steadygpt.data.tokenizer_json import (
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TO_SAVE = (
+    "python -c \"import transformers; transformers.AutoTokenizer.from_pretrained('{}').save_pretrained('converted')\", "
+    "and name converted"
+)
 SIZES = {"bytes": 257, "gpt2": 50257}  # the number of ids, so that it needs no vocabulary
 # A text that shows whether the bytes of tokens are those of the text: case, white space, Unicode.
 PROBE = "Ab  cD \n\n\tx\r\n\u00e9 \u017f\u212a\ufb01 \u6f22\u5b57 \U0001f642 1\u00b2 don't <x> ... \x01 z"
@@ -335,6 +342,8 @@ def record_named(name: str) -> TokenizerRecord:
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
     if name not in SIZES and name and Path(name).is_dir():
         name = f"{name}/{TOKENIZER_JSON}"
+    if name.endswith(".model"):
+        read_text(Path(name))  # raises
     record = TokenizerRecord(name)
     if not record.is_file:
         return record
@@ -344,13 +353,24 @@ def record_named(name: str) -> TokenizerRecord:
 
 def fetch_json(name: str) -> str:
     """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path."""
-    if not name.startswith("hf:"):
-        return read_text(Path(name))
-    return read_text(hub.fetch(hub.find_repo("model", name.removeprefix("hf:")), TOKENIZER_JSON))
+    path = Path(name)
+    if name.startswith("hf:"):
+        repo = hub.find_repo("model", name.removeprefix("hf:"))
+        path = hub.fetch(repo, TOKENIZER_JSON)
+        with suppress(hub.NotFound):
+            hub.fetch(repo, TOKENIZER_CONFIG)
+    text = read_text(path)
+    warn_of_neighbours(path, text)
+    return text
 
 
 def read_text(path: Path) -> str:
     """Read a tokenizer.json."""
+    if path.suffix == ".model" or (path.with_suffix(".model").exists() and not path.exists()):
+        raise UserError(
+            f"{path.with_suffix('.model')}: a model of SentencePiece; expected a {TOKENIZER_JSON}. Try to write one: "
+            f"pip install transformers sentencepiece, then {TO_SAVE.format(path.parent)}"
+        )
     try:
         data = path.read_bytes()
         check_pulled(path, data)
@@ -360,6 +380,33 @@ def read_text(path: Path) -> str:
     if not text:
         raise UserError(f"{path}: empty; expected a {TOKENIZER_JSON}")
     return text
+
+
+def warn_of_neighbours(path: Path, text: str) -> None:
+    """Warn if files beside a tokenizer.json change the ids that transformers gives."""
+    changes = []
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # broken files change nothing
+        content = json.loads(text)
+        own = {token["content"]: token["id"] for token in content["added_tokens"]}
+        config = _neighbour(path, TOKENIZER_CONFIG)
+        added = _neighbour(path, "added_tokens.json")
+        for i, token in config.get("added_tokens_decoder", {}).items():
+            added[token["content"]] = int(i)
+        changes = [f"the token {token!r} with the id {i}" for token, i in added.items() if own.get(token) != i]
+        if config.get("add_prefix_space") and content["pre_tokenizer"].get("add_prefix_space") is False:
+            changes.append("a space before each text")
+    if changes:
+        say(
+            f"warning: {path}: other files of its folder add {shorten(', '.join(changes), 200)}, which is ignored here, "
+            f"but not by transformers. To have it in {TOKENIZER_JSON}: {TO_SAVE.format(path.parent)}"
+        )
+
+
+def _neighbour(path: Path, name: str) -> dict:
+    """Return the content of a JSON file in the same folder; {} if there is none."""
+    if not (path.parent / name).exists():
+        return {}
+    return json.loads((path.parent / name).read_bytes())
 
 
 def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[str], object]) -> Tokenizer | None:

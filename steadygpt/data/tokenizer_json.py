@@ -70,9 +70,8 @@ def read_library(text: str, where: object) -> "tokenizers.Tokenizer":
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises no other type
-        raise UserError(
-            f"{where}: not a tokenizer.json that the library tokenizers reads ({shorten(str(error), 300)})"
-        ) from error
+        problem = shorten(str(error), 300)
+        raise UserError(f"{where}: not a tokenizer.json that the library tokenizers reads ({problem})") from error
     library.encode_special_tokens = True
     library.no_truncation()
     library.no_padding()
