@@ -41,6 +41,7 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
+    file_of,
     load_tokenizer,
     record_named,
     vocab_size_of,
@@ -93,8 +94,8 @@ class PrepareOptions:
     tokenizer: str = option(
         "",
         "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a byte-level BPE tokenizer.json (default: gpt2). For token ids, the one that wrote them: any "
-        "tokenizer.json, or ids:N if only the number of ids is known",
+        "or the path of a tokenizer.json or its folder (default: gpt2). For token ids, the one that wrote them, or ids:N "
+        "if only the number of ids is known",
     )
     tokenizer_bytes: int | None = option(
         None,
@@ -253,7 +254,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     out = options.out
     if not out:
         out = str(DEFAULT_FOLDER) if is_default else str(Path("data", name))
-    return dataclasses.replace(options, source=source, name=name, out=out)
+    return dataclasses.replace(options, source=source, name=name, out=out, tokenizer=file_of(options.tokenizer))
 
 
 def default_name(source: str) -> str:

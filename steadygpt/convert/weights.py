@@ -38,6 +38,7 @@ from steadygpt.data.tokenizer import (
     load_tokenizer,
     record_named,
     vocab_size_of,
+    warn_of_neighbours,
 )
 from steadygpt.network import hub
 
@@ -382,6 +383,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
             return GPT2_TOKENIZER if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
         record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
         record = record.with_json(folder)
+        warn_of_neighbours(folder / TOKENIZER_JSON, record.tokenizer_json)
         tokenizer = load_tokenizer(record)
     except (UserError, OSError) as error:
         if (folder / TOKENIZER_JSON).exists():

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SENTENCE_PIECE = ".model"  # suffix
 TO_SAVE = (
     "python -c \"import transformers; transformers.AutoTokenizer.from_pretrained('{}').save_pretrained('converted')\", "
     "and name converted"
@@ -338,19 +339,10 @@ def record_named(name: str) -> TokenizerRecord:
     """Return the record of the tokenizer that --tokenizer names, with the text of its file, if any."""
     if name.startswith("bpe:"):
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
-    if name not in SIZES and name and Path(name).is_dir():
-        name = f"{name}/{TOKENIZER_JSON}"
-    if name.endswith(".model"):
-        read_text(Path(name))  # raises
+    name = file_of(name)
     record = TokenizerRecord(name)
-    if not record.is_file:
+    if not (record.is_file or name.endswith(SENTENCE_PIECE)):
         return record
-    record = record._replace(tokenizer_json=fetch_json(name))
-    return record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
-
-
-def fetch_json(name: str) -> str:
-    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path."""
     path = Path(name)
     if name.startswith("hf:"):
         repo = hub.find_repo("model", name.removeprefix("hf:"))
@@ -359,15 +351,24 @@ def fetch_json(name: str) -> str:
             hub.fetch(repo, TOKENIZER_CONFIG)
     text = read_text(path)
     warn_of_neighbours(path, text)
-    return text
+    record = record._replace(tokenizer_json=text)
+    return record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
+
+
+def file_of(name: str) -> str:
+    """Return the name of a tokenizer, with the tokenizer.json if it names a folder."""
+    if name and name not in SIZES and Path(name).is_dir():
+        return f"{name}/{TOKENIZER_JSON}"
+    return name
 
 
 def read_text(path: Path) -> str:
     """Read a tokenizer.json."""
-    if path.suffix == ".model" or (path.with_suffix(".model").exists() and not path.exists()):
+    model = path.with_suffix(SENTENCE_PIECE)
+    if model == path or (model.exists() and not path.exists()):
         raise UserError(
-            f"{path.with_suffix('.model')}: a model of SentencePiece; expected a {TOKENIZER_JSON}. Try to write one: "
-            f"pip install transformers sentencepiece, then {TO_SAVE.format(path.parent)}"
+            f"{model}: a model of SentencePiece; expected a {TOKENIZER_JSON}. To write one: pip install transformers "
+            f"sentencepiece protobuf, then {TO_SAVE.format(path.parent)}"
         )
     try:
         data = path.read_bytes()
@@ -413,6 +414,7 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
     try:
         ranks.on_main(lambda: load_tokenizer(record))  # a download of rank 0 is in the cache of the other ranks
         tokenizer = ranks.on_each(lambda: load_tokenizer(record))
+        _ = tokenizer.document_id  # begins samples; raises if it is missing
     except UserError as error:
         warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None

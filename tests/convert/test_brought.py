@@ -211,6 +211,7 @@ def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_
     assert ids_of("data") == ids
     run = f"--init_from weights.pt --data_dir data --checkpoint_dir tuned {STEPS} --sample_freq 1"
     assert run_here(*run.split()) == 0
+    assert "no samples, HellaSwag or bits per byte in this run: the tokenizer has no" in capsys.readouterr().err
     assert convert_hf.main(["tuned", "exported"]) == 0
     assert json.loads(Path("exported/tokenizer.json").read_text()) == json.loads(text)
     assert (

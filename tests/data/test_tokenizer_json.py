@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from steadygpt.base.options import UserError
-from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, fetch_json, get_tokenizer, load_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, get_tokenizer, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, PATTERNS, to_json
 from steadygpt.prepare import documents
 from steadygpt.prepare.documents import cut_document
@@ -262,7 +262,7 @@ def test_the_identity_depends_on_what_determines_ids_only():
 def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
     text = byte_tokenizer({END_OF_TEXT: 256})
     (tmp_path / "with.json").write_text(text, encoding="utf-8-sig")
-    assert fetch_json(str(tmp_path / "with.json")) == text
+    assert record_named(str(tmp_path / "with.json")).tokenizer_json == text
 
 
 def test_unused_ids_and_added_tokens_inside_the_vocabulary_are_accepted():
