@@ -94,8 +94,8 @@ class PrepareOptions:
     tokenizer: str = option(
         "",
         "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a tokenizer.json or its folder (default: gpt2). For token ids, the one that wrote them, or ids:N "
-        "if only the number of ids is known",
+        "or the path of a tokenizer.json or its folder (default: gpt2). For token ids, the one that wrote them, or "
+        "ids:N if only the number of ids is known",
     )
     tokenizer_bytes: int | None = option(
         None,
