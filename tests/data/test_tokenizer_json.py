@@ -2,11 +2,9 @@
 
 import json
 import random
-import re
 import sys
 import unicodedata
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
