@@ -27,7 +27,9 @@ from steadygpt.prepare.documents import cut_at, cut_document
 from steadygpt.prepare.train_tokenizer import train_bpe
 
 LLAMA3 = PATTERNS["Llama 3"]
-TEXT = Path(documents.__file__).read_text() + "naïve café, 12345 67; I'll we'VE THEY'RE it's 你好 \n\n\t x  y ..." * 9
+TEXT = (
+    Path(documents.__file__).read_text() + "naïve café, 12345 67; I'll we'VE THEY'RE it's 你好 \n\n\t x  y ...\n/" * 9
+)
 TRAPS = (
     " \n\t\r'sSdtlLvVrRe1290.!/\u00a0\u0085\u2003\u3000é漢\u0301\u0308\u0327aA\u017fK\u212b\u0e33\u1e9b<|endoftext|>"
 )
@@ -140,7 +142,7 @@ def test_ids_of_every_character_are_those_of_the_library(name):
 
 @pytest.mark.parametrize("name", ["trained", "Qwen NFC", *PATTERNS])
 @given(st.text("ab1 \n\r\t.'/é你\u3000\xa0\u0301", max_size=40))
-@example(".\n/a b")
+@example("...\n/ b")
 @settings(max_examples=100, deadline=None)
 def test_a_text_cut_at_the_end_of_a_word_has_the_ids_of_the_whole(name, text):
     ours, _ = both(name)
