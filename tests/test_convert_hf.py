@@ -134,9 +134,12 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
         assert (found["tokenizer"], found["tokenizer_sha256"]) == (name, sha256)
     assert capsys.readouterr().err == ""
     (tmp_path / "a/tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {"a": 0}}}')
-    found = read_weights(str(tmp_path / "a"))  # known, though it encodes no text here
+    found = read_weights(str(tmp_path / "a"))
     assert found["tokenizer"].endswith("a/tokenizer.json") and len(found["tokenizer_sha256"]) == 64
-    assert "a: can be trained on token ids only, because its tokenizer is not converted" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+    (tmp_path / "a/tokenizer.json").write_text("{")
+    assert read_weights(str(tmp_path / "a"))["tokenizer"] == ""
+    assert "a: no tokenizer: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])

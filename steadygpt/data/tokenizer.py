@@ -300,11 +300,11 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     Args:
         folder: has the tokenizer.json, unless the record has its text.
     """
+    if not record.is_file:
+        return replace(get_tokenizer(record.tokenizer), document_token=record.document_token)
     name, expected_sha256, document_token, text, _ = record.with_json(folder) if folder else record
     where = str(folder / TOKENIZER_JSON) if folder else name
-    if not record.is_file:
-        tokenizer = replace(get_tokenizer(name), document_token=document_token)
-    elif text:
+    if text:
         tokenizer = _from_json(text, where, document_token, expected_sha256)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
@@ -426,11 +426,13 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
 def vocab_size_of(record: TokenizerRecord) -> int:
     """Return the number of ids of a tokenizer."""
     name = record.tokenizer
+    if name in SIZES:
+        return SIZES[name]
     if record.is_number:
         return int(name.removeprefix("ids:"))
     if name.startswith("bpe:") and not record.tokenizer_json:
         return vocab_size_to_train(name)
-    return SIZES.get(name) or load_tokenizer(record).n_vocab
+    return load_tokenizer(record).n_vocab
 
 
 def vocab_size_to_train(name: str) -> int:
