@@ -90,7 +90,7 @@ def read_bpe(text: str) -> ByteLevelBpe | None:
         pattern = _pattern_of(content["pre_tokenizer"])
         if pattern and content["model"].get("type", "BPE") == "BPE":
             return _read_bpe(content, pattern)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the library says what is wrong
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):  # the library says why
         pass
     return None
 
