@@ -38,7 +38,6 @@ from steadygpt.convert.weights import (
     with_tokenizer,
 )
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named
-from steadygpt.data.tokenizer_json import NotConvertible, to_json
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
     try:
         tokenizer = load_tokenizer(record)
         end_of_text = tokenizer.document_id
-        tokenizer_json = tokenizer.json or to_json(tokenizer.encoding)
-    except NotConvertible as error:
-        if not tokenizer_json:
-            notes.append(f"no tokenizer in {folder}: {error}")
+        tokenizer_json = tokenizer.to_json()
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from steadygpt.base.options import UserError
+from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
 from steadygpt.data.shards import MAPPED, Shard
 
@@ -29,6 +30,11 @@ class Order:
     seed: int = 0
     shuffle_shards: bool = False
     shuffle_rows: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Order":
+        """Return the order that a configuration asks for."""
+        return cls(config.seed, config.shuffle_shards, config.shuffle_rows)
 
 
 IN_ORDER = Order()

@@ -161,7 +161,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
     """
     config = TrainConfig(**checkpoint["options"])
     data = checkpoint["data"]
-    order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
+    order = Order.of(config)
     streams = {}  # identity of a source -> its rows
     files: dict[Shard, str] = {}
     for name, (folder, expected) in data["sources"].items():

@@ -40,15 +40,12 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
-    document_id_of,
-    fetch_json,
-    identify,
+    file_of,
     load_tokenizer,
+    record_named,
     vocab_size_of,
     vocab_size_to_train,
 )
-from steadygpt.data.tokenizer_check import check_against_library
-from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.machine.host import usable_cores
 from steadygpt.network import hub
 from steadygpt.prepare.documents import (
@@ -58,10 +55,8 @@ from steadygpt.prepare.documents import (
     Block,
     Document,
     Skipped,
-    cut_document,
     json_of,
     read_documents,
-    repair,
     suffix_of,
 )
 from steadygpt.prepare.encode import Encoded
@@ -98,8 +93,8 @@ class PrepareOptions:
     tokenizer: str = option(
         "",
         "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a byte-level BPE tokenizer.json (default: gpt2). For token ids, the one that wrote them: any "
-        "tokenizer.json, or ids:N if only the number of ids is known",
+        "or the path of a tokenizer.json or its folder (default: gpt2). For token ids, the one that wrote them, or "
+        "ids:N if only the number of ids is known",
     )
     tokenizer_bytes: int | None = option(
         None,
@@ -141,32 +136,24 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
     if source.holds_ids and record == TokenizerRecord("gpt2"):
         return GPT2_TOKENIZER, vocab_size_of(GPT2_TOKENIZER)  # needs no vocabulary
     if is_trained:
-        text = trained_json(options, source, out)
-    elif record.is_file:
-        text = fetch_json(name)
+        record = replace(record, tokenizer_json=trained_json(options, source, out))
+    else:
+        record = replace(record_named(name), document_token=record.document_token)
+    if record.is_number and (source.holds_ids or rows_hold_ids(source, options.text_field)):
+        return record, vocab_size_of(record)
+    tokenizer = load_tokenizer(record)
+    if not source.holds_ids:
+        _ = tokenizer.document_id  # raises if it has no such token
+        if not tokenizer.encoding:
+            say(f"{name}: the library tokenizers encodes, about 6 times slower than tiktoken with GPT-2's or Llama 3's")
     if record.is_file:
-        record = replace(record, tokenizer_json=text)
-    try:
-        _ = load_tokenizer(record).document_id  # raises if it has no such token
-    except NotConvertible:
-        has_rows = not source.holds_ids and rows_hold_ids(source, options.text_field)
-        if not (source.holds_ids or has_rows):
-            raise
-        if document_id_of(record, out) is None and (has_rows or options.document_token):
-            if options.document_token:
-                raise UserError(
-                    f"--tokenizer {name}: has no added token {record.document_token!r}; name another"
-                ) from None
-            say(f"warning: {source.name}: no token is put before each row; name one with --document_token")
-    identity, vocab_size = identify(record)
-    if record.is_file:
-        if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != text.encode():
+        if path.exists() and not (out / MANIFEST).exists() and path.read_bytes() != tokenizer.json.encode():
             raise UserError(
                 f"{path}: not the file of --tokenizer {name}, and it would be replaced; move it, or give its path "
                 "with --tokenizer"
             )
-        replace_file(path, lambda file: file.write(text.encode()))
-    return replace(record, tokenizer_sha256=identity), vocab_size
+        replace_file(path, lambda file: file.write(tokenizer.json.encode()))
+    return replace(record, tokenizer_sha256=tokenizer.sha256), tokenizer.n_vocab
 
 
 def rows_hold_ids(source: Source, text_field: str) -> bool:
@@ -266,7 +253,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     out = options.out
     if not out:
         out = str(DEFAULT_FOLDER) if is_default else str(Path("data", name))
-    return dataclasses.replace(options, source=source, name=name, out=out)
+    return dataclasses.replace(options, source=source, name=name, out=out, tokenizer=file_of(options.tokenizer))
 
 
 def default_name(source: str) -> str:
@@ -295,7 +282,6 @@ def estimate(source: Source, manifest: Manifest, out: Path, options: PrepareOpti
     if not (source.holds_ids or first != Place()):
         if not options.tokenizer and any(isinstance(row.text, list) for row in rows_of(sample[:1], manifest)):
             raise which_tokenizer(source.names[0])
-        check_tokenizer_on(sample, manifest, out)
         check_names(sample)
     if not (sample and total):
         return 0.0, 0.0
@@ -359,22 +345,6 @@ def rows_of(sample: list[Block], manifest: Manifest) -> Iterator[Document]:
     """Read the documents of blocks."""
     for block in sample:
         yield from read_documents(block, manifest.text_field)
-
-
-def check_tokenizer_on(sample: list[Block], manifest: Manifest, out: Path) -> None:
-    """Check that a tokenizer of a file gives the ids of the library on texts of the source."""
-    record = manifest.tokenizer_record()
-    if not record.is_file:
-        return
-    texts = list[str]()
-    num_bytes = 0
-    for document in rows_of(sample, manifest):
-        if isinstance(document.text, str) and num_bytes < SAMPLE_BYTES:
-            for piece, size in cut_document(repair(document.text)):
-                texts.append(piece)
-                num_bytes += size
-    if texts:
-        check_against_library(load_tokenizer(record, out), texts, record.tokenizer)
 
 
 def choose_val_share(manifest: Manifest, most: float, tokens: float, size: float) -> float:

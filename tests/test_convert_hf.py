@@ -17,6 +17,7 @@ from ground import is_of_a_run, latest, metrics, options_of, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 import convert_hf
 import generate
@@ -133,10 +134,14 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
         found = read_weights(str(tmp_path / "a"))
         assert (found["tokenizer"], found["tokenizer_sha256"]) == (name, sha256)
     assert capsys.readouterr().err == ""
-    (tmp_path / "a/tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {"a": 0}}}')
-    found = read_weights(str(tmp_path / "a"))  # known, though it encodes no text here
+    word_piece = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    (tmp_path / "a/tokenizer.json").write_text(word_piece.to_str())
+    found = read_weights(str(tmp_path / "a"))
     assert found["tokenizer"].endswith("a/tokenizer.json") and len(found["tokenizer_sha256"]) == 64
-    assert "a: can be trained on token ids only, because its tokenizer is not converted" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+    (tmp_path / "a/tokenizer.json").write_text("{")
+    assert read_weights(str(tmp_path / "a"))["tokenizer"] == ""
+    assert "a: no tokenizer: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])

@@ -22,7 +22,7 @@ from prepared import (
     refused,
     small_units,  # noqa: F401
 )
-from test_tokenizer_json import byte_tokenizer
+from test_tokenizer_json import added_token, byte_tokenizer
 
 TEXTS = [f"{number} {'word ' * (number % 7)}\u00e9" for number in range(40)]
 ROWS = [json.dumps({"text": text}) for text in TEXTS]
@@ -179,21 +179,17 @@ def test_padding_that_a_mask_tells_is_left_out_of_rows(kind):
     assert ids_of() == [END, 1, 2, 3, END, 4, 5] * 20
 
 
-def test_rows_of_ids_have_the_document_token_of_a_tokenizer_that_is_not_converted(capsys):
+def test_rows_of_ids_have_the_document_token_of_a_tokenizer_that_the_library_encodes():
     content = {
-        "model": {"type": "Unigram", "vocab": [["a", 0.0]] * 20},
-        "added_tokens": [{"id": 19, "content": "</s>"}],
+        "model": {"type": "Unigram", "vocab": [["a", 0.0], *([str(number), 0.0] for number in range(18)), ["</s>", 0]]},
+        "added_tokens": [added_token("</s>", 19, special=True)],
     }
     Path("t.json").write_text(json.dumps(content))
     source = write_ids("jsonl", [[1, 2, 3]] * 40)
     flags = "--text_field input_ids --tokenizer t.json --val_tokens 0"
     prepare(source, "with", f"{flags} --document_token </s>")
     assert ids_of("with") == [19, 1, 2, 3] * 40
-    refused(f"--source {source} {flags} --document_token <s>", "t.json: has no added token '<s>'; name another")
-    capsys.readouterr()
-    prepare(source, "without", flags)
-    assert ids_of("without") == [1, 2, 3] * 40
-    assert "warning: a.jsonl: no token is put before each row; name one with" in capsys.readouterr().err
+    refused(f"--source {source} {flags} --document_token <s>", "the tokenizer has no special token '<s>'; found </s>;")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

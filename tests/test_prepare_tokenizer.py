@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import sys
@@ -23,14 +24,14 @@ from prepared import (
     write_rows,
 )
 from standin import CARD, CORPUS, parquet
-from test_tokenizer_json import LLAMA3, added_token, byte_tokenizer, pattern_tokenizer
+from test_tokenizer_json import LLAMA3, added_token, byte_tokenizer, pattern_tokenizer, sentence_piece
+from tokenizers import Tokenizer
 
 import convert_hf
 import generate
 import prepare_dataset
 from steadygpt.base.options import UserError
-from steadygpt.data import tokenizer_check
-from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer, record_named
 from steadygpt.network import hub, remote
 from steadygpt.prepare import documents, train_tokenizer
 from steadygpt.prepare.sources import find_source
@@ -151,17 +152,36 @@ def test_a_preparation_continues_with_the_file_it_has_begun_with(small_units):  
     assert files_of("out") == files_of("whole")
 
 
-def test_a_file_that_gives_other_ids_than_the_library_on_the_source_is_refused(monkeypatch):
+def test_a_file_that_tiktoken_cannot_encode_is_encoded_by_the_library(capsys):
+    """From the source to bits per byte and samples."""
+    Path("own.json").write_text(sentence_piece())
+    manifest = prepare("docs.jsonl", "data", f"--document_token '<s>' {OWN}")
+    assert "own.json: the library tokenizers encodes, about 6 times slower" in capsys.readouterr().err
+    library = Tokenizer.from_str(sentence_piece())
+    documents = [library.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    found: list[list[int]] = []
+    for i in ids_of("data"):
+        if i == library.token_to_id("<s>"):
+            found.append([])
+        else:
+            found[-1].append(i)
+    assert manifest["vocab_size"] == library.get_vocab_size()
+    assert sorted(documents) == sorted(found)
+    assert run_here("--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert len(metrics("checkpoints", "val_bpb")) == 1
+    assert generate.main(["latest", "--prompt", "the cat", "--max_tokens", "3", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_without_bytes_of_tokens_only_the_bits_per_byte_are_left_out(capsys):
     content = json.loads(PATTERN)
-    content["added_tokens"].append(added_token("<x>", 702, lstrip=True))  # the library gives no id to a space before
-    Path("own.json").write_text(json.dumps(content))
-    write_rows("docs.jsonl", ["nothing special", "one <x> here", "another"])
-    monkeypatch.setattr(tokenizer_check, "_hard_texts", lambda _: [])
-    message = r"own.json: other ids than in the library tokenizers for '[^']*<x>.*': found .*702.*, but .*702"
-    refused(f"--source docs.jsonl --val_tokens 0 {OWN}", message)
-    assert not [*Path("out").glob("*.npy")]
-    write_rows("docs.jsonl", ["nothing special", "another"])
-    assert prepare("docs.jsonl", flags=f"--val_tokens 0 {OWN}")["complete"]
+    Path("own.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    prepare("docs.jsonl", "data", OWN)
+    capsys.readouterr()
+    assert run_here("--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
+    assert "no bits per byte in this run: the tokens of own.json do not show" in capsys.readouterr().err
+    assert not metrics("checkpoints", "val_bpb") and metrics("checkpoints", "val_loss")
 
 
 def test_a_file_needs_the_library_only_to_prepare(folder, monkeypatch):
@@ -169,9 +189,38 @@ def test_a_file_needs_the_library_only_to_prepare(folder, monkeypatch):
     manifest = prepare("docs.jsonl", "data", OWN)
     load_tokenizer.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(f"--source docs.jsonl {OWN}", "own.json: to check it, tokenizers is needed; pip install tokenizers")
+    refused(f"--source docs.jsonl {OWN}", "own.json: needs the library tokenizers. Try: pip install tokenizers")
     assert load_tokenizer(TokenizerRecord.of(manifest), folder / "data").sha256 == manifest["tokenizer_sha256"]
     assert run_here(*SHORT) == 0
+
+
+def test_a_folder_names_its_tokenizer_and_what_its_other_files_add_is_said(capsys):
+    transformers = pytest.importorskip("transformers")
+    own = Path("model")
+    own.mkdir()
+    (own / "tokenizer.json").write_text(PATTERN)
+    token = {key: value for key, value in added_token("<x>", 702).items() if key != "id"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    (own / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {"702": token}}))
+    record = record_named("model")
+    assert record.tokenizer == "model/tokenizer.json"
+    warning = capsys.readouterr().err
+    assert "warning: model/tokenizer.json: other files of its folder add the token '<x>' with the id 702" in warning
+    [command] = re.findall('python -c "(.*)"', warning)
+    theirs = transformers.AutoTokenizer.from_pretrained("model").encode("the <x> cat")
+    assert load_tokenizer(record).encode("the <x> cat") != theirs
+    exec(command)
+    assert load_tokenizer(record_named("converted")).encode("the <x> cat") == theirs
+    assert not capsys.readouterr().err
+
+
+def test_what_is_no_tokenizer_json_is_named():
+    Path("model").mkdir()
+    Path("model/tokenizer.model").write_bytes(b"sentences")
+    for name in ("model", "model/tokenizer.model"):
+        refused(f"--source docs.jsonl --tokenizer {name}", "model/tokenizer.model: a model of SentencePiece")
+    Path("model/tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused("--source docs.jsonl --tokenizer model", "model/tokenizer.json: found a Git LFS pointer")
 
 
 def test_a_document_token_that_is_not_end_of_text_can_be_named():

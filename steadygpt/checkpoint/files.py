@@ -34,7 +34,7 @@ from steadygpt.base.foreign import what_it_holds, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.typed import Count, Id, Loss, Number, typed
-from steadygpt.config import STORED, GPTConfig, TrainConfig
+from steadygpt.config import FIELDS, STORED, GPTConfig, TrainConfig
 from steadygpt.data.order import Phase
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
@@ -362,6 +362,10 @@ class NotOurs(UserError):
     """An intact file of another program."""
 
 
+class OtherVersion(UserError):
+    """An intact checkpoint that this version of the code cannot use, such as one of a model with another block."""
+
+
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
     return _head_of(load_verified(path, only_head=True), path)
@@ -413,7 +417,7 @@ def check_ours(content: Any, path: Path) -> None:
         raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
     version = content["format_version"] if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format_version is {version!r:.50}; expected {FORMAT_VERSION}; {ADVICE}")
+        raise OtherVersion(f"{path}: format_version is {version!r:.50}; expected {FORMAT_VERSION}; {ADVICE}")
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
@@ -421,20 +425,26 @@ def as_checkpoint(content: Any, path: Path) -> dict:
     check_ours(content, path)
     read = partial(typed, content, name=path, advice=ADVICE)
     checkpoint = read(CheckpointContent) | asdict(read(TrainState)) | asdict(read(TokenizerRecord))
-    model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
-    fields = asdict(model_config)
-    unknown = checkpoint["model_config"].keys() - fields.keys()
-    if unknown:
-        raise UserError(f"{path}: model_config has {min(unknown)!r}, unknown to this version; update SteadyGPT")
-    checkpoint["model_config"] = fields
+    # Options that were added since the file was written have their defaults.
+    try:
+        model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
+        config = typed(checkpoint["options"], TrainConfig, f"{path}: options", ADVICE)
+    except UserError as error:
+        raise OtherVersion(str(error)) from None
     try:
         model_config.check_shape()
+    except UserError as error:
+        raise OtherVersion(f"{path}: {error}; {ADVICE}") from None
+    fields = asdict(model_config)
+    unknown = (checkpoint["model_config"].keys() - fields.keys()) | (checkpoint["options"].keys() - FIELDS.keys())
+    if unknown:
+        raise OtherVersion(f"{path}: has the option {min(unknown)!r}, which this version does not know; {ADVICE}")
+    checkpoint["model_config"] = fields
+    try:
         check_numbers(checkpoint)
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
     if checkpoint["data"]:
-        # Options that were added since the file was written have their defaults.
-        config = typed(checkpoint["options"], TrainConfig, f"{path}: options", ADVICE)
         checkpoint["options"] = {name: getattr(config, name) for name in STORED}
         data = checkpoint["data"]
         rows = checkpoint["rows_consumed"]
@@ -473,7 +483,7 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     for file in scan(folder):
         try:
             return Found(file.path, read_checkpoint(file.path), damaged)
-        except Unreadable:
+        except (Unreadable, OtherVersion):
             raise
         except UserError as error:
             if isinstance(error, NotOurs):

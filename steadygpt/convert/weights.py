@@ -34,12 +34,11 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
-    identify,
     load_tokenizer,
     record_named,
     vocab_size_of,
+    warn_of_neighbours,
 )
-from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.network import hub
 
 # The hash of GPT-2's vocab.json, as json.dumps writes it with sorted keys.
@@ -375,23 +374,17 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
             return GPT2_TOKENIZER if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
         record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
         record = record.with_json(folder)
+        warn_of_neighbours(folder / TOKENIZER_JSON, record.tokenizer_json)
         tokenizer = load_tokenizer(record)
-    except NotConvertible as error:
-        try:
-            identity, n_vocab = identify(record)
-        except NotConvertible:  # no tokenizer at all
-            return UNKNOWN
-        if n_vocab > config.vocab_size:
-            return UNKNOWN
-        say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
-        return replace(record, tokenizer_sha256=identity)
-    except (UserError, OSError):  # no tokenizer at all
+    except (UserError, OSError) as error:
+        if (folder / TOKENIZER_JSON).exists():
+            say(f"warning: {source}: no tokenizer: {error}")
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
         return GPT2_TOKENIZER
     if tokenizer.n_vocab > config.vocab_size:
         return UNKNOWN
-    special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
+    special = {str(i): token for token, i in tokenizer.special.items()}
     document_token = record.document_token
     if document_token not in special.values():
         document_token = special.get(str(stored.get("bos_token_id")), document_token)

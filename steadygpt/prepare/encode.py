@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from steadygpt.data.shards import check_vocabulary, token_dtype
-from steadygpt.data.tokenizer import TokenizerRecord, document_id_of, load_tokenizer
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 from steadygpt.prepare.documents import NO_TEXT, Block, Skipped, cut_document, read_documents, repair
 
 
@@ -63,7 +63,9 @@ def encode(
         array = np.concatenate([block.data.astype(dtype) for block in unit])
         ends = [*range(piece_bytes, len(array), piece_bytes), len(array)]
         return Encoded(array, ends, np.diff(ends, prepend=0).tolist())
-    document_id = document_id_of(record, out)
+    document_id = None
+    if not record.is_number:
+        document_id = load_tokenizer(record, out).document_id
     ids = bytearray()
     ends = []
     sizes = []

@@ -20,7 +20,7 @@ from steadygpt.checkpoint.files import FORMAT_VERSION, LATEST, DataRecord, Train
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.config import FIELDS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits, load_cropped
-from steadygpt.data.tokenizer import check_recorded, tokenizer_on_all
+from steadygpt.data.tokenizer import load_tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, be_deterministic, device_name, is_out_of_memory
@@ -45,7 +45,7 @@ def check_start(start: Start, config: TrainConfig, data: Data) -> None:
         if not config.dry_run:
             load_cropped(start.weights, shape)  # a plan needs no download
     if data.sources and data.tokenizer_record.is_file:
-        check_recorded(data.tokenizer_record, Path(data.folder))
+        load_tokenizer(data.tokenizer_record, Path(data.folder))
     content = start.checkpoint or start.weights
     if content and content["model"]:
         shapes = state_shapes(shape, config.optimizer) if content["optimizer"] else {}

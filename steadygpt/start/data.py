@@ -82,7 +82,7 @@ def find_data(start: Start) -> Data:
     train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     val_sets = find_val_sets(config, train_sets) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, initial)
-    order = Order(config.seed, config.shuffle_shards, config.shuffle_rows)
+    order = Order.of(config)
     sources = []
     for shards in train_sets:
         shards = shards.for_vocab(vocab_size)

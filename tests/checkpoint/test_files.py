@@ -32,7 +32,14 @@ from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import files, table
-from steadygpt.checkpoint.files import ROLLING, Unreadable, check_tensors, find_checkpoint, open_checkpoint
+from steadygpt.checkpoint.files import (
+    ROLLING,
+    OtherVersion,
+    Unreadable,
+    check_tensors,
+    find_checkpoint,
+    open_checkpoint,
+)
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
 
@@ -353,6 +360,20 @@ def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, proble
     assert (chosen.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
     is_corrupt = not problem.startswith(("Expected", "'Tensor'"))
     assert line.startswith(f"{path}, step 30: {f'corrupt ({problem})' if is_corrupt else problem}")
+
+
+@pytest.mark.parametrize(("part", "option"), [
+    ("model_config", {"activation": "silu"}), ("model_config", {"post_norm": True}), ("options", {"z_loss": 1e-4}),
+    ("options", {"schedule": "linear"}), ("options", {"optimizer": "lion"}), ("model_config", {"num_heads": 7}),
+])  # fmt: skip
+def test_a_checkpoint_of_other_code_is_refused_and_not_skipped(tmp_path, part, option):
+    """It is intact: after a change of branch, an older checkpoint would lose the steps since."""
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    write_checkpoint(tmp_path, 30, "latest.pt", **{part: run_content(30)[part] | option})
+    for which in ("latest", "auto", str(tmp_path / "latest.pt")):
+        refused = f"latest.pt: .*{next(iter(option))}.*or the version of SteadyGPT that wrote it"
+        with pytest.raises(OtherVersion, match=refused):
+            find_checkpoint(which, tmp_path)
 
 
 class RunsCode:
