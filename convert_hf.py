@@ -16,13 +16,13 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from model import GPTConfig
+from model import GPTConfig, sketch_of
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
@@ -35,11 +35,9 @@ from steadygpt.convert.weights import (
     load_model,
     read_kept,
     read_weights,
-    sketch_of,
     with_tokenizer,
 )
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named
-from steadygpt.data.tokenizer_json import NotConvertible, to_json
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
     try:
         tokenizer = load_tokenizer(record)
         end_of_text = tokenizer.document_id
-        tokenizer_json = tokenizer.json or to_json(tokenizer.encoding)
-    except NotConvertible as error:
-        if not tokenizer_json:
-            notes.append(f"no tokenizer in {folder}: {error}")
+        tokenizer_json = tokenizer.to_json()
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 
@@ -102,7 +97,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
             raise UserError(f"{folder}: {name} has numbers beyond {dtype}; try --dtype bfloat16")
         weights |= to_foreign(name, weight, config, family)
 
-    own = {"bias": config.bias, "vocab_size": config.vocab_size, **record._asdict()}
+    own = {"bias": config.bias, "vocab_size": config.vocab_size, **asdict(record)}
     del own["tokenizer_json"], own["tokenizer_files"]  # the folder has them as files
     source_folder = read_kept(record, config.vocab_size)
     # None replaces the default of NanoChat's pad_token_id, which is an id: training would skip its embedding.
@@ -159,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--dtype is for a Hugging Face folder, and {target} is a checkpoint, in float32; drop it")
     if target.suffix == ".pt":
         # Without the fields of TrainState that only a run needs.
-        keys = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord._fields)
+        keys = (*CheckpointContent.__annotations__, "step", "rows_consumed", *TokenizerRecord.__annotations__)
         content = {key: checkpoint[key] for key in keys} | WITHOUT_RUN
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

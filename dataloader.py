@@ -33,6 +33,7 @@ class Order:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Order":
+        """Return the order that a configuration asks for."""
         return cls(config.seed, config.shuffle_shards, config.shuffle_rows)
 
 

@@ -6,6 +6,7 @@ An evaluation restores the model's mode. It may use random numbers, because each
 import math
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from itertools import chain
 
 import torch
@@ -43,12 +44,11 @@ def evaluate(run: Run, everything: bool) -> bool:
     run.log.note(doing="evaluating")
     if due(config.eval_freq) and run.val_sets:
         validate_all(run)
-    for freq, suite in run.suites:
-        if due(freq):
-            with run.autocast():
-                scores, text = suite.scored(run.model, run.ranks, run.requests.check_now)
-            run.log.evaluation(step, text, **scores)
-            add_scores(run, scores)
+    if due(config.hellaswag_freq) and run.hellaswag:
+        with run.autocast():
+            scores, text = run.hellaswag.scored(run.model, run.ranks, partial(run.requests.check, now=True))
+        run.log.evaluation(step, text, **scores)
+        add_scores(run, scores)
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(run.ranks.device).manual_seed(config.seed + step)
         with run.autocast():
@@ -77,7 +77,7 @@ def validate_all(run: Run) -> None:
     run.log.evaluation(state.step, validation_text(sets, run.is_best, epochs), **scores, **epoch_scores)
     if run.is_best:
         run.log.note(best_val_loss=scores["val_loss"])
-    run.log.tell("histograms", state.step, run.model)
+    run.log.histograms(state.step, run.model)
 
 
 def add_scores(run: Run, scores: Mapping[str, float]) -> None:
@@ -107,7 +107,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     batches = run.batches(EvenlySpaced(val, rows), one_step)
     with closing(batches), evaluating(run.forward), run.autocast():
         for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
-            run.requests.check_now()
+            run.requests.check(now=True)
             inputs, targets = batches.next()
             loss_terms = run.forward(inputs, targets)
             sizes = bytes_of_token[targets]  # (B, T)

@@ -355,19 +355,15 @@ class Suite:
         return {CORE: core, **centred}, "\n".join([text, *lines])
 
 
-def load_suites(
+def hellaswag_of_run(
     config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, warn: Callable[[str], object]
-) -> list[tuple[int, Suite]]:
-    """Return what a run scores, and how often. HellaSwag is left out, with a warning, if it is unavailable."""
-    suites = []
-    length = config.context_length
-    if config.hellaswag_freq:
-        try:
-            hellaswag = Suite.load(HELLASWAG, config.hellaswag_file, None, tokenizer, length, ranks)
-            suites.append((config.hellaswag_freq, hellaswag))
-        except UserError as error:
-            warn(f"no HellaSwag in this run: {error}")
-    return suites
+) -> Suite | None:
+    """Return HellaSwag for a run; None, with a warning, if it is unavailable."""
+    try:
+        return Suite.load(HELLASWAG, config.hellaswag_file, None, tokenizer, config.context_length, ranks)
+    except UserError as error:
+        warn(f"no HellaSwag in this run: {error}")
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from steadygpt.machine.attention import OPERATORS, attention
 from steadygpt.machine.loss import linear_losses, softcapped, token_losses
 
 DEFAULT_OPTIONS = TrainConfig()
+TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary, and padding
 
 # ---------------------------------------------------------------------------------------------------------------------
 # blocks
@@ -75,18 +76,8 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).type_as(x)
 
 
-class Embedding(nn.Embedding):
-    """An embedding that is not initialized: GPT sets its weights. Its last `padding` rows belong to no id."""
-
-    def __init__(self, rows: int, width: int, padding: int = 0):
-        super().__init__(rows, width, _weight=torch.empty(rows, width))
-        self.padding = padding
-
-
 class Linear(nn.Linear):
-    """A linear layer that is not initialized: GPT sets its weights. Its last `padding` rows belong to no output."""
-
-    padding = 0
+    """A linear layer that is not initialized: GPT sets its weights."""
 
     def reset_parameters(self) -> None:
         pass  # PyTorch's values would be overwritten, and computing them on the meta device takes seconds
@@ -242,11 +233,13 @@ class GPT(nn.Module):
         self.options = options
         self.loss_chunk_size = options.loss_chunk_size
         self.loss_terms_of_full_chunk = self.loss_terms
-        padding = config.padded_vocab_size - config.vocab_size
-        self.wte = Embedding(config.padded_vocab_size, config.embd_size, padding)
+        rows = config.padded_vocab_size
+        # With a weight that is given, embeddings are not initialized either.
+        self.wte = nn.Embedding(rows, config.embd_size, _weight=torch.empty(rows, config.embd_size))
         self.wpe = None
         if not config.rotary_dim:
-            self.wpe = Embedding(config.context_length, config.embd_size)
+            rows = config.context_length
+            self.wpe = nn.Embedding(rows, config.embd_size, _weight=torch.empty(rows, config.embd_size))
         self.register_buffer("rotary", None, persistent=False)
         self.fill_rotary(torch.get_default_device())
         self.ln_0: nn.Module = nn.Identity()
@@ -257,7 +250,6 @@ class GPT(nn.Module):
         )
         self.ln_f = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.lm_head = Linear(config.embd_size, config.padded_vocab_size, bias=False)
-        self.lm_head.padding = padding
         if config.tied_head:
             self.lm_head.weight = self.wte.weight
         if initialize:
@@ -282,7 +274,8 @@ class GPT(nn.Module):
         if name.endswith("c_proj.weight"):
             std /= math.sqrt(2 * self.config.num_layers)
         weight.normal_(std=std)
-        weight[len(weight) - self._padding(name) :] = 0  # such rows get no gradient, so they stay zero
+        if name in TABLES:
+            weight[self.config.vocab_size :] = 0  # padding gets no gradient, so it stays zero
         return weight
 
     def fill_rotary(self, device: torch.device) -> None:
@@ -418,25 +411,21 @@ class GPT(nn.Module):
         self._loss_terms_in_chunks = torch.compiler.disable(self._loss_terms_in_chunks)  # type: ignore[method-assign]
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
-    def _module_of(self, name: str) -> Any:
-        """Return the module that has the parameter of a name."""
-        return self.get_submodule(name.rpartition(".")[0])
-
-    def _padding(self, name: str) -> int:
-        """Return the number of rows of a parameter that are padding, its last ones."""
-        return getattr(self._module_of(name), "padding", 0)
-
     def num_parameters(self, with_tables: bool = True) -> int:
         """Return the number of parameters: a tied head counts once, padding rows do not count.
 
         Args:
             with_tables: False leaves out embeddings that are only looked up.
         """
+        config = self.config
+        padding = (config.padded_vocab_size - config.vocab_size) * config.embd_size
         total = 0
         for role, parameters in self.parameters_by_role().items():
-            for name, p in parameters.items():
-                if with_tables or role != "embedding" or p is self.lm_head.weight:
-                    total += p.numel() - self._padding(name) * p.size(-1)
+            for name, parameter in parameters.items():
+                if with_tables or role != "embedding" or parameter is self.lm_head.weight:
+                    total += parameter.numel()
+                    if name in TABLES:
+                        total -= padding
         return total
 
     def flops_per_token(self) -> float:
@@ -449,7 +438,7 @@ class GPT(nn.Module):
         """Return the parameters by name as "embedding", "matrix" (of linear layers), "head" (unless tied), "vector"."""
         roles: dict[str, dict[str, nn.Parameter]] = {"embedding": {}, "matrix": {}, "head": {}, "vector": {}}
         for name, parameter in self.named_parameters():
-            module = self._module_of(name)
+            module = self.get_submodule(name.rpartition(".")[0])
             if parameter.dim() < 2:
                 role = "vector"
             elif isinstance(module, nn.Embedding):
@@ -460,3 +449,9 @@ class GPT(nn.Module):
                 raise TypeError(f"{name}: which optimizer updates the parameters of a {type(module).__name__}?")
             roles[role][name] = parameter
         return roles
+
+
+def sketch_of(config: GPTConfig) -> GPT:
+    """Return a model on the meta device: its weights have names and shapes, but no memory."""
+    with torch.device("meta"):
+        return GPT(config, initialize=False)

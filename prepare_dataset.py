@@ -22,12 +22,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
 
-from steadygpt.base.disk import existing
-from steadygpt.base.durable import locked, replace_file
+from steadygpt.base.durable import existing, lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
@@ -37,6 +36,7 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
+    file_of,
     load_tokenizer,
     record_named,
     vocab_size_of,
@@ -79,8 +79,8 @@ class PrepareOptions:
     tokenizer: str = option(
         "",
         "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a byte-level BPE tokenizer.json (default: gpt2). For token ids, the one that wrote them: any "
-        "tokenizer.json, or ids:N if only the number of ids is known",
+        "or the path of a tokenizer.json or its folder (default: gpt2). For token ids, the one that wrote them, or "
+        "ids:N if only the number of ids is known",
     )
     tokenizer_bytes: int | None = option(
         None,
@@ -116,7 +116,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     out = options.out
     if not out:
         out = str(DEFAULT_FOLDER) if is_default else str(Path("data", name))
-    return dataclasses.replace(options, source=source, name=name, out=out)
+    return dataclasses.replace(options, source=source, name=name, out=out, tokenizer=file_of(options.tokenizer))
 
 
 def default_name(source: str) -> str:
@@ -152,13 +152,15 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
         limit = options.tokenizer_bytes or TRAINING_BYTES
         text = train_tokenizer(source, options.text_field, vocab_size_to_train(name), limit)
         record = TokenizerRecord(name, tokenizer_json=text)
-        record = record._replace(tokenizer_sha256=load_tokenizer(record).sha256)
+        record = replace(record, tokenizer_sha256=load_tokenizer(record).sha256)
     else:
-        record = record_named(name)._replace(document_token=document_token)
+        record = replace(record_named(name), document_token=document_token)
     if not source.holds_ids:
         tokenizer = load_tokenizer(record)
         _ = tokenizer.document_id  # raises if it has no such token
-        record = record._replace(tokenizer_sha256=tokenizer.sha256)
+        if not tokenizer.encoding:
+            say(f"{name}: the library tokenizers encodes, about 6 times slower than tiktoken with GPT-2's or Llama 3's")
+        record = replace(record, tokenizer_sha256=tokenizer.sha256)
     if record.is_file:
         path = out / TOKENIZER_JSON
         content = record.tokenizer_json.encode()
@@ -335,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
     out = Path(options.out)
     try:
-        with locked(out, IN_USE):
+        with lock_folder(out, IN_USE):
             manifest = prepare(options, out)
     except OSError as error:  # a full disk and the like
         where = Path(error.filename or out)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import BatchLoader
 from evaluation import evaluate
+from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint.table import print_checkpoints
@@ -44,7 +45,7 @@ from steadygpt.run.schedule import set_rates
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start, out_of_memory_explained
 from steadygpt.start.data import Data, open_data
-from steadygpt.start.find import Start, find_start, lock_run, with_checkpoint_dir
+from steadygpt.start.find import IN_USE, Start, find_start, with_checkpoint_dir
 from steadygpt.start.folder import open_folder
 from steadygpt.start.machines import agreed_command
 from steadygpt.start.plan import forecast, plan_lines
@@ -67,7 +68,7 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     run.optimizer.zero_grad(set_to_none=not isinstance(run.forward, DistributedDataParallel))
     means: list[Tensor] = []  # of the terms of the loss, (terms,) of each micro-step
     for micro_step in range(micro_steps):
-        run.requests.check_within_step()
+        run.requests.check()
         # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
         micro_batch = run.ranks.rank * micro_steps + micro_step
         seed(run.ranks.device, ((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
@@ -195,14 +196,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.world_size > 1:
             command, set_by, notes = agreed_command(command, set_by, ranks)
         command = ranks.from_main(lambda: with_checkpoint_dir(command, set_by))
-        lock = ranks.on_main(lambda: lock_run(command, stack))
+        lock = None
+        if command.trains:
+            lock = ranks.on_main(lambda: stack.enter_context(lock_folder(Path(command.checkpoint_dir), IN_USE)))
         start = find_start(command, set_by, ranks)  # only reads; skip it at first reading
         data = open_data(start, ranks)
         config = settle(start, data, ranks)
         start.notes += notes
         log = stack.enter_context(RunLog(config, ranks, lock))
-        if ranks.from_main(lambda: is_finished(start, config)):
-            return end_finished(start, config, ranks, log)
+        if start.checkpoint and not config.eval_only and start.state.step >= config.max_steps:
+            status = ranks.from_main(lambda: read_status(Path(config.checkpoint_dir)))
+            if status.get("status") == "finished":  # otherwise a kill has cut off its end
+                return end_finished(start, config, ranks, log)
         ranks.on_main(lambda: check_start(start, config, data))
         if not config.eval_only:
             ranks.on_main(lambda: log.say("\n".join(plan_lines(start, config, data, ranks))))
@@ -225,20 +230,14 @@ def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks,
     if config.eval_only:
         return evaluate_only(run, start)
     ranks.on_main(lambda: open_folder(run, start))
-    start.unmap()
+    # Unmapped, so that the disk space of the file is free once later saves replace it.
+    start.checkpoint = start.weights = None
     return train_to_end(run)
-
-
-def is_finished(start: Start, config: TrainConfig) -> bool:
-    """Return whether the run in the folder has taken all its steps, and reported its end."""
-    if not start.checkpoint or config.eval_only or start.step < config.max_steps:
-        return False
-    return read_status(Path(config.checkpoint_dir)).get("status") == "finished"
 
 
 def end_finished(start: Start, config: TrainConfig, ranks: Ranks, log: RunLog) -> int:
     """Say that the run is finished, and upload what its mirror lacks."""
-    ended = f"this run is finished, at step {start.step:,}"
+    ended = f"this run is finished, at step {start.state.step:,}"
     log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
     if config.mirror and config.trains:
         requests = Requests(ranks, max_hours=0)

@@ -20,7 +20,7 @@ import torch
 from benchmarks.compare import benchmark_parser, compare, median_text, summary, synchronize, write_json
 from model import GPT, GPTConfig
 from optim import make_optimizer
-from steadygpt.base.durable import locked
+from steadygpt.base.durable import lock_folder
 from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import TrainConfig
@@ -65,7 +65,7 @@ def main() -> None:
         config = TrainConfig(checkpoint_dir=temporary)
         log = RunLog(config, ranks)
         log.say = lambda text, stream=None: None  # else the writer reports each save
-        lock = stack.enter_context(locked(folder, IN_USE))
+        lock = stack.enter_context(lock_folder(folder, IN_USE))
         writer = CheckpointWriter(config, lock, log)
         paused: dict[str, list[float]] = {"SteadyGPT": [], "torch.save": []}
         durable: list[float] = []

@@ -45,7 +45,7 @@ def svg_of(snapshot: Snapshot) -> str:
         record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True, color_system="standard",
         highlight=False, legacy_windows=False,
     )  # fmt: skip
-    console.print(view(snapshot, console, "q closes the monitor"))
+    console.print(view(snapshot, console, "Ctrl-C closes the monitor"))
     body = console.export_svg(theme=THEME, code_format=FORMAT, unique_id="m")
     body = re.sub(r' clip-path="[^"]*"', "", body)
     return frame("./monitor_training.sh", round(COLUMNS * CHARACTER), round(LINES * LINE), body)

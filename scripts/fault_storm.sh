@@ -3,7 +3,8 @@
 # The tests run one at a time, since many of them depend on timing. As root it also mounts a small disk and fills it.
 # Further arguments go to pytest: scripts/fault_storm.sh -k kill
 set -euo pipefail
-cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
+cd "$repo"
 
 scripts/setup.sh test
 PYTHONPATH=tests/faults exec .venv/bin/python -m pytest -m "storm or not storm" -p record -v --durations=10 "$@"

@@ -7,14 +7,11 @@ scripts/monitor_training.py --once || echo "unhealthy"     # one view; for cron 
 ssh -t me@gpu-host 'cd project && ./monitor_training.sh'  # a run on another machine
 """
 
-import os
-import select
 import signal
 import sys
-import termios
-import tty
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,20 +36,6 @@ class MonitorOptions:
     interval_s: float = option(2.0, "seconds between updates", at_least=0.1)
 
 
-@contextmanager
-def keyboard() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits up to a number of seconds for a key, and returns the key or b""."""
-    terminals = [sys.stdin.fileno()] if sys.stdin.isatty() else []  # none if standard input is a file or a pipe
-    saved_attributes = [termios.tcgetattr(fd) for fd in terminals]
-    try:
-        for fd in terminals:
-            tty.setcbreak(fd)
-        yield lambda seconds: b"".join(os.read(fd, 1) for fd in select.select(terminals, [], [], seconds)[0])
-    finally:
-        for fd, attributes in zip(terminals, saved_attributes, strict=True):
-            termios.tcsetattr(fd, termios.TCSADRAIN, attributes)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(MonitorOptions, argv, __doc__.splitlines()[0])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit restores the terminal
@@ -65,15 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             snapshot = next(snapshots)
             console.print(view(snapshot, console))
             return 0 if state_of(snapshot).name in HEALTHY else 1
-        with (
-            suppress(KeyboardInterrupt),
-            keyboard() as key,
-            Live(screen=True, auto_refresh=False, console=console) as live,
-        ):
+        with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False, console=console) as live:
             for snapshot in snapshots:
-                live.update(view(snapshot, console, "q closes the monitor"), refresh=True)
-                if key(options.interval_s) in (b"q", b"Q"):
-                    break
+                live.update(view(snapshot, console, "Ctrl-C closes the monitor"), refresh=True)
+                time.sleep(options.interval_s)
     except OSError as error:  # the folder was removed, or cannot be read
         raise UserError(str(error)) from None
     return 0

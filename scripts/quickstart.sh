@@ -1,37 +1,32 @@
 #!/usr/bin/env bash
 # Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 2 to 8 minutes on two CPU
 # cores. Downloads only Python packages. Run it again at any time: it resumes from the last checkpoint, or reports that
-# the run is finished. Flags are passed to train.py.
+# the run is finished. It takes no flags; those of `python train.py --config quickstart` change the run.
 set -euo pipefail
-for flag in "$@"; do
-    case $flag in
-        -h | --help) sed -n '2,/^set /s/^# //p' "$0"; exit ;;
-        --config* | --checkpoint?dir* | --dry?run* | --eval?only* | --version)
-            echo "error: ${flag%%=*}: not accepted by quickstart.sh; pass it to train.py instead" >&2
-            exit 2
-    esac
-done
-cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
+[ $# = 0 ] || fail "$1: quickstart.sh takes no flags. Try python train.py --config quickstart $*"
+cd "$repo"
 
 scripts/setup.sh
-. scripts/nproc.sh
+use_python torch
 
+run=checkpoints/quickstart
 echo; echo "== 1/4  data: the Python standard library, as bytes"
 python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib | sed '/^next:/d'  # the next step follows
 echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to resume)"
-start=(--config quickstart --resume auto)
-if [ -e checkpoints/quickstart/latest.pt ]; then  # keep the options of the run, which may have been extended
-    start=(--resume latest --checkpoint_dir checkpoints/quickstart)
+if [ -e $run/latest.pt ]; then  # with the options of the run, which may have been extended
+    python train.py --resume latest --checkpoint_dir $run
+else
+    python train.py --config quickstart --resume auto
 fi
-python train.py "${start[@]}" "$@"
-if ! grep -q '"status": "finished"' checkpoints/quickstart/status.json; then
+if ! grep -q '"status": "finished"' $run/status.json; then
     echo; echo "stopped and saved; run ./scripts/quickstart.sh again to resume"
-    exit 0
+    exit
 fi
 echo; echo "== 3/4  checkpoints"
-./list_checkpoints.sh checkpoints/quickstart
+./list_checkpoints.sh $run
 echo; echo "== 4/4  a sample: the model completes the first lines of a class"
-python generate.py best --checkpoint_dir checkpoints/quickstart --max_tokens 400 --temperature 0.7 \
+python generate.py best --checkpoint_dir $run --max_tokens 400 --temperature 0.7 \
     --prompt $'class Queue:\n    """A queue."""\n\n    def __init__(self'
 
 cat <<'END'

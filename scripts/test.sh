@@ -4,7 +4,8 @@
 #   scripts/test.sh -n 0          one test at a time
 #   scripts/test.sh --pages       the documentation site, and the tests of docs, notebook and benchmarks, alone
 set -euo pipefail
-cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
+cd "$repo"
 
 scripts/setup.sh test
 if [[ ${1-} == --pages ]]; then

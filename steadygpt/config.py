@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 from optim import OPTIMIZERS
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
-from steadygpt.base.typed import typed
 from steadygpt.choices import ACTIVATIONS, NORMS, SCHEDULES
 from steadygpt.data.shards import parse_folders
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
-VALUE = bool | int | float | Annotated[str, "[^\0]*"]  # in TOML
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
 MAX_NAME = 200  # characters
@@ -377,8 +374,11 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
         if name in read_by:
             raise UserError("the file includes itself")
         text = path.read_bytes().decode()
-        written = typed(tomllib.loads(text), dict[str, VALUE], "its content", "write NAME = VALUE")
+        written = tomllib.loads(text)
         written.pop("description", "")  # which ./start_training.sh shows
+        for option, value in written.items():
+            if not isinstance(value, bool | int | float | str) or "\0" in str(value):
+                raise UserError(f"{option} is {value!r:.50}; expected NAME = VALUE, where VALUE is a text or a number")
         argv = [f"--{option}={value}" for option, value in written.items()]
         preset = _on_preset(read_flags(TrainConfig, argv, ABOUT), (*read_by, name))
     except (ValueError, RecursionError) as error:  # a ValueError: TOML or UTF-8 that is none, or too large a number

@@ -7,6 +7,7 @@ function here. So a change of the training side changes this file, and no test.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
 import tempfile
@@ -37,7 +38,6 @@ from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import STORED, GPTConfig, TrainConfig, parse_args
 from steadygpt.data import tokenizer as tokenizers
 from steadygpt.data.order import BLOCK_ROWS, Phase
-from steadygpt.log import runlog
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
@@ -144,7 +144,7 @@ _POINTS = [
     (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "_drain"),
-    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "tell"),
+    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "open"),
 ]  # fmt: skip
 
 
@@ -342,14 +342,13 @@ def open_checkpoints_by(opened: Callable[[Path, Callable], Any]) -> None:
 
 def alerts_of_runs() -> list[tuple[str, str]]:
     """Return a list that gets each event that a run sends from now on, with its text."""
-    alerts, tell = [], RunLog.tell
+    alerts, real = [], RunLog.open
 
-    def listening(log, method, *told):
-        if method == "send":
-            alerts.append(told)
-        tell(log, method, *told)
+    def open_and_listen(log, *args):
+        real(log, *args)
+        log.alerts = SimpleNamespace(send=lambda *alert: alerts.append(alert), close=lambda: None)
 
-    RunLog.tell = listening
+    RunLog.open = open_and_listen
     return alerts
 
 
@@ -362,8 +361,8 @@ def open_log(config: TrainConfig, start_step: int | None, ranks: Ranks | None = 
     Path(config.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     log = RunLog(config, ranks or Ranks(CPU), open(Path(config.checkpoint_dir, ".lock"), "a"))
     parent = "" if start_step is None else "0" * 16
-    with mock.patch.object(runlog, "SystemMetrics"):
-        log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
+    log.load_at_s = math.inf
+    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
     return log
 
 
@@ -449,9 +448,16 @@ def phase_in(path) -> Phase:
 
 def next_phase(before: Phase | None, row: int, shares: dict[str, int], seed: int = 7) -> Phase:
     """Return the phase of a launch at a row, with these shares of the sources; without one before, the first."""
-    checkpoint = {"data": {"phase": before, "sources": {}}, "rows_consumed": row} if before else None
-    start = Start(TrainConfig(seed=seed, allow_changes=True), checkpoint)
+    start = Start(TrainConfig(seed=seed, allow_changes=True), state=files.TrainState(rows_consumed=row))
+    if before:
+        start.data = {"phase": before, "sources": {}}
     return start_data.next_phase(start, {}, shares)
+
+
+def start_from(config: TrainConfig, checkpoint: dict) -> Start:
+    """Return the start of a run that resumes from the content of a checkpoint."""
+    state = files.TrainState(**{name: checkpoint[name] for name in files.TrainState.__annotations__})
+    return Start(config, checkpoint, state=state, data=checkpoint["data"])
 
 
 def rows_given_in(path) -> dict[str, int]:

@@ -337,11 +337,11 @@ def without(key: str, fields: dict) -> dict:
 @pytest.mark.parametrize(("text", "words"), [
     *((text, "not a manifest") for text in ("", "{", "[]", "\xff")),
     ("[" * 100_000, "not a manifest"),
-    *((json.dumps(without(key, MANIFEST)), f"{key} is None; expected a value; so it is not a manifest")
+    *((json.dumps(without(key, MANIFEST)), f"Object missing required field `{key}`; so it is not a manifest")
       for key in MANIFEST),
-    *((json.dumps(MANIFEST | {"shards": [without(key, ENTRY)]}), f"shards[0].{key} is None; expected a value")
+    *((json.dumps(MANIFEST | {"shards": [without(key, ENTRY)]}), f"field `{key}` - at `$.shards[0]`")
       for key in ENTRY),
-    *((json.dumps(MANIFEST | {"shards": [ENTRY | wrong]}), f"shards[0].{min(wrong)} is ")
+    *((json.dumps(MANIFEST | {"shards": [ENTRY | wrong]}), f" - at `$.shards[0].{min(wrong)}`")
       for wrong in ({"file": "../a_train_0.npy"}, {"file": "/a.npy"}, {"split": "test"}, {"tokens": -1},
                     {"tokens": True}, {"tokens": 2**64}, {"sha256": 0})),
     (json.dumps(MANIFEST | {"complete": False}), "interrupted"),
@@ -440,7 +440,7 @@ def test_the_data_of_a_run_has_shards_a_tokenizer_and_a_vocabulary(tmp_path):
     data = find_data(Start(config))
     assert (data.tokenizer_record.tokenizer, data.vocab_size) == ("bytes", 257)
     assert [shard.num_tokens for shard in data.sources[0].shards.shards] == [700, 500]
-    assert data.rows_per_epoch == 699 // 16 + 499 // 16
+    assert data.sources[0].rows.rows_per_epoch == 699 // 16 + 499 // 16
     assert data.val_sets[0].rows.rows_per_epoch == 199 // 16
     for name in ("manifest.json", "tiny_val_000000.npy"):
         (tmp_path / name).unlink()

@@ -99,7 +99,7 @@ def test_generate_keeps_the_mode_and_the_random_state(training):
 @pytest.mark.parametrize(("change", "error"), [
     ({"model": {}}, r"h\.0\.attn\.c_attn\.bias is missing; expected \(48,\) torch\.float32"),
     ({"model_config": {"embd_size": 2**20}}, r"expected \(3145728,\) torch\.float32"),
-    ({"model_config": {"rotary": True}}, "model_config has 'rotary', unknown to this version; update SteadyGPT"),
+    ({"model_config": {"rotary": True}}, "has the option .rotary., which this version does not know"),
 ])  # fmt: skip
 def test_weights_that_do_not_fit_the_shape_are_refused(change, error):
     model = small()

@@ -32,7 +32,7 @@ def test_more_shards_than_a_process_may_open_give_the_same_rows(tmp_path, monkey
 
 
 def test_a_process_raises_its_limit_of_open_files():
-    code = "import resource; from steadygpt.base.disk import most_open_files; most_open_files(); "
+    code = "import resource; import steadygpt.data.shards; "
     code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     done = subprocess.run(
         ["bash", "-c", f"ulimit -Sn 100; {sys.executable} -c '{code}'"], capture_output=True, text=True

@@ -318,7 +318,16 @@ def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at
 
 def test_the_scripts_name_a_missing_variable():
     without = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "HEAD", "NNODES"))}
-    for script, missing in (("multinode.sh", "HEAD: is not set"), ("slurm.sh", "SLURM_JOB_ID: is not set")):
+    for script, missing in (("multinode.sh", "HEAD is not set"), ("slurm.sh", "SLURM_JOB_ID is not set")):
         ended = subprocess.run([REPO / "scripts" / script], capture_output=True, text=True, env=without)
-        assert ended.returncode != 0
-        assert missing in ended.stderr
+        assert ended.returncode == 2
+        assert ended.stderr.startswith(f"error: {missing}; ") and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("nodes", ["", "two", "1-2"])
+def test_a_number_of_nodes_that_is_none_gets_one_line(nodes):
+    env = os.environ | {"HEAD": "node1", "NNODES": nodes}
+    ended = subprocess.run([REPO / "scripts/multinode.sh"], capture_output=True, text=True, env=env)
+    assert ended.returncode == 2
+    line = f"error: NNODES is '{nodes}'; expected the number of nodes, such as 2, or a range, such as 1:2\n"
+    assert ended.stderr == line

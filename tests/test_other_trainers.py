@@ -11,7 +11,6 @@ from pathlib import Path
 
 import monitor_training
 import numpy as np
-import pip_progress
 import pytest
 from conftest import REPO, TINY, need_gpus, write_data
 from ground import launch_in, options_in
@@ -106,51 +105,117 @@ def write_interpreter(path: Path, cases: str) -> Path:
     return path
 
 
-def test_setup_creates_the_environment_of_its_repository(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    shutil.copytree(REPO / "scripts", tmp_path / "repo/scripts")
-    (tmp_path / "repo/setup.sh").symlink_to("scripts/setup.sh")
-    creates = '"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"'
-    python = write_interpreter(tmp_path / "python", f'{creates} ;; "-c "*) ;; *) echo "$*" >> {tmp_path}/noted')
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    # --check installs nothing, and the second call of setup.sh finds it installed.
-    for words in (["--check", "--config", "test"], [], []):
-        subprocess.run(["../repo/setup.sh", *words], check=True, env=os.environ | {"PYTHON": str(python)})
-        assert (tmp_path / "repo/.venv/bin/python").is_file() == (words == [])
-    assert os.listdir() == []
-    planned, pip, *installed = (tmp_path / "noted").read_text().splitlines()
-    assert planned == "train.py --dry_run --config test" and pip.startswith("-m pip install ")
-    progress, install = sorted(installed, reverse=True)  # both sides of a pipe
-    assert progress == "scripts/pip_progress.py"
-    assert install.startswith("-m pip install ") and install.endswith("--progress-bar raw -r scripts/requirements.txt")
-
-
-PIP = """\
-Collecting torch==2.13.0 (from -r scripts/requirements.txt (line 2))
-  Downloading http://127.0.0.1/torch-2.13.0-cp311-cp311-linux_x86_64.whl.metadata (30 kB)
-Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (500 MB)
-Progress 0 of 500000000
-Progress 250000000 of 500000000
-Progress 500000000 of 500000000
-  Downloading https://127.0.0.1/nvidia_cublas_cu13-13.1-py3-none-linux_x86_64.whl (300 MB)
-Progress 30000000 of 300000000
-Installing collected packages: nvidia-cublas, torch
+READY = ".venv has all packages of scripts/requirements.txt. To use it: source .venv/bin/activate"
+VENV = """\
+import pathlib, shutil, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / "bin").mkdir(parents=True, exist_ok=True)
+(folder / "bin/activate").touch()
+if not (folder / "bin/python").exists():
+    shutil.copy(sys.argv[2], folder / "bin/python")
 """
 
 
-def test_setup_shows_how_much_is_downloaded_on_a_terminal_and_in_a_file(capsys, monkeypatch):
-    monkeypatch.setattr(pip_progress, "INTERVAL_S", 0.0)
-    shown = [
-        "downloaded 0 MB; torch 0% of 500 MB", "downloaded 250 MB; torch 50% of 500 MB",
-        "downloaded 500 MB; torch 100% of 500 MB", "downloaded 530 MB; nvidia_cublas_cu13 10% of 300 MB",
-        "downloaded 530 MB; unpacking",
-    ]  # fmt: skip
-    pip_progress.show(PIP.splitlines(), is_terminal=False)
-    assert capsys.readouterr().out.splitlines() == shown
-    pip_progress.show(PIP.splitlines(), is_terminal=True)
-    out = capsys.readouterr().out
-    assert [state.rstrip() for state in out.split("\r")[1:]] == shown
-    assert max(map(len, out.split("\r"))) < 80 and out.count("\n") == 1
+@pytest.fixture
+def copied(tmp_path, monkeypatch) -> Path:
+    """A copy of the scripts, with a stand-in for Python 3.12 that notes its calls and makes environments of itself."""
+    shutil.copytree(REPO / "scripts", tmp_path / "repo/scripts")
+    (tmp_path / "repo/setup.sh").symlink_to("scripts/setup.sh")
+    (tmp_path / "venv.py").write_text(VENV)
+    noted = f'echo "$*" >> {tmp_path}/noted'
+    python = write_interpreter(
+        tmp_path / "python3.12",
+        f""""-m venv "*) {sys.executable} {tmp_path}/venv.py "$3" "$0"; {noted} ;; *sys.version_info*) echo 3.12 ;;
+        *find_spec*) ;; "-m pip --version") [ -e {tmp_path}/repo/.venv/bin/activate ] ;; *) {noted}""",
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", str(python))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "repo"
+
+
+def set_up(*words: str) -> tuple[int, str]:
+    """Run setup.sh from elsewhere; return its status and the last line that it prints."""
+    done = subprocess.run(["repo/setup.sh", *words], capture_output=True, text=True)
+    return done.returncode, f"{done.stdout}{done.stderr}".strip().rpartition("\n")[2]
+
+
+INSTALL = "-m pip install --disable-pip-version-check -r scripts/requirements.txt"
+
+
+def test_setup_creates_the_environment_of_its_repository_once(copied):
+    assert set_up() == set_up() == (0, READY)
+    assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL]
+    assert (copied / ".venv/bin/activate").exists() and not Path(".venv").exists()
+
+
+def test_setup_completes_an_environment_whose_creation_was_interrupted(copied):
+    assert set_up() == (0, READY)
+    for file in copied.glob(".venv/installed-*"):
+        file.unlink()
+    (copied / ".venv/mine").touch()
+    (copied / ".venv/bin/activate").unlink()  # written last
+    assert set_up() == (0, READY)
+    assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL] * 2
+    assert (copied / ".venv/mine").exists()
+
+
+def test_setup_replaces_an_environment_whose_interpreter_was_removed(copied):
+    (copied / ".venv/bin").mkdir(parents=True)
+    (copied / ".venv/bin/python").symlink_to("/nowhere/python3.12")
+    (copied / ".venv/bin/activate").touch()
+    assert set_up() == (0, READY)
+    assert (copied / ".venv/bin/python").is_file()
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.13"])
+def test_setup_names_an_environment_of_another_version_and_what_replaces_it(copied, monkeypatch, version):
+    write_interpreter(copied / ".venv/bin/python", f"*version_info*) echo {version}")
+    monkeypatch.setenv("PYTHON", "python3.12")
+    status, said = set_up()
+    advice = "rm -rf .venv && PYTHON=python3.12 ./setup.sh"
+    assert (status, said) == (
+        2, f"error: .venv has Python {version}, but python3.12 is Python 3.12. To replace it: {advice}",
+    )  # fmt: skip
+    assert not Path("noted").exists()
+    monkeypatch.chdir(copied)
+    assert subprocess.run(advice, shell=True, capture_output=True, text=True).stdout.endswith(f"{READY}\n")
+
+
+def test_setup_keeps_an_environment_of_a_later_version_than_python3(copied, monkeypatch):
+    write_interpreter(copied / ".venv/bin/python", f'*version_info*) echo 3.13 ;; *) echo "$*" >> {os.getcwd()}/noted')
+    (copied / ".venv/bin/activate").touch()
+    monkeypatch.delenv("PYTHON")
+    assert set_up() == (0, READY)
+    assert INSTALL in Path("noted").read_text()
+
+
+def test_a_check_plans_with_the_installed_python_and_installs_nothing(copied):
+    assert set_up() == (0, READY)
+    Path("noted").unlink()
+    assert set_up("--check", "--config", "test")[0] == 0
+    assert Path("noted").read_text() == "train.py --dry_run --config test\n"
+
+
+SCRIPTS = sorted(path.name for path in (REPO / "scripts").glob("*.sh") if path.name != "common.sh")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_the_comment_at_the_head_of_a_script_and_nothing_else_runs(name, flag, tmp_path):
+    """Whatever runs finds no file and no variable, and of the programs only those that --help needs."""
+    for program in ("bash", "sed", "dirname", "readlink"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    script = REPO / "scripts" / name
+    command = ["bash", script, "--config", "test", flag]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+    head = script.read_text().partition("\n")[2]
+    comment = [line.removeprefix("# ") for line in head.splitlines() if line.startswith("# ")]
+    assert len(done.stdout) > 80 and comment[: done.stdout.count("\n")] == done.stdout.splitlines()
+    assert name in done.stdout or name in ("setup.sh", "quickstart.sh", "fault_storm.sh")
+    assert ("[flags of train.py]" in done.stdout) == ("python train.py --help" in done.stdout)
+    assert not {path.name for path in tmp_path.iterdir()} - {"bash", "sed", "dirname", "readlink"}
 
 
 @pytest.mark.parametrize("name", ["list_checkpoints.sh", "resume_training.sh", "setup.sh", "start_tensorboard.sh"])
@@ -164,32 +229,32 @@ RUNS = {  # a command -> what Python runs, or the error; there is no folder b
     f"{LIST} a": "REPO/train.py --list_checkpoints --checkpoint_dir a",
     f"{LIST} -v a": "REPO/train.py --list_checkpoints --checkpoint_dir a -v",
     f"{RESUME} a": "REPO/train.py --resume latest --checkpoint_dir a",
+    f"NPROC=0 {RESUME}": "REPO/train.py --resume latest",
     f"NPROC=auto {RESUME}": "error: NPROC is auto; expected a number of processes",
     f"{SHOW} --port 1": "-m tensorboard.main --logdir checkpoints --port 1",
     f"{SHOW} a --port 1": "-m tensorboard.main --logdir a --port 1",
-    f"{SHOW} --checkpoint_dir a": "-m tensorboard.main --logdir a",
-    f"{SHOW} --checkpoint-dir=a": "-m tensorboard.main --logdir a",
     f"{SHOW} b": "error: b: no such folder; expected that of a run with --use_tensorboard, or one above it",
-    f"PYTHON=./old {SETUP} --check": "error: found no Python 3.11 or later. Install it, or give its path: "
+    f"PYTHON=./old {SETUP}": "error: found no Python 3.11 or later. Install it, or give its path: "
     "PYTHON=/path/to/python3 ./setup.sh",
-    f"PYTHON=./bare {SETUP} --check": "error: PyTorch cannot be imported; run ./setup.sh, or rm -rf .venv first",
+    f"{SETUP} tests": "error: found './setup.sh tests', expected './setup.sh', './setup.sh test' or "
+    "'./setup.sh --check'",
+    "scripts/quickstart.sh --seed 1": "error: --seed: quickstart.sh takes no flags. Try python train.py --config "
+    "quickstart --seed 1",
 }
 
 
 @pytest.mark.parametrize("command", RUNS)
 def test_a_script_runs_python_or_says_what_is_missing(command, tmp_path):
     shutil.copytree(REPO / "scripts", tmp_path / "scripts")
-    write_interpreter(tmp_path / "old", "*version_info*) exit 1 ;; *) exit 0")
-    write_interpreter(tmp_path / "bare", "*version_info*) exit 0 ;; *) exit 1")
-    if SETUP not in command:
-        write_interpreter(tmp_path / ".venv/bin/python", f'-c*) exec {sys.executable} "$@" ;; *) echo "$*"')
+    write_interpreter(tmp_path / "old", "*version_info*) echo 3.10")
+    write_interpreter(tmp_path / ".venv/bin/python", f'-c*) exec {sys.executable} "$@" ;; *) echo "$*"')
     for folder in ("a", "checkpoints"):
         (tmp_path / folder).mkdir()
     env = os.environ | {"NPROC": "1"}
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, env=env)
-    said = f"{done.stdout}{done.stderr}".replace(str(tmp_path.resolve()), "REPO").replace("REPO/scripts/..", "REPO")
+    said = f"{done.stdout}{done.stderr}".replace(str(tmp_path.resolve()), "REPO")
     assert (said, done.returncode) == (f"{RUNS[command]}\n", 2 if "error" in said else 0)
-    if "train.py" in said:
+    if "train.py --" in said and "error" not in said:
         config.parse_args(said.split()[1:])
 
 

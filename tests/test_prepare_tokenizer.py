@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,14 @@ from prepared import (
     write_rows,
 )
 from standin import CARD, CORPUS, parquet
-from test_tokenizer_json import LLAMA3, byte_tokenizer, pattern_tokenizer
+from test_tokenizer_json import LLAMA3, added_token, byte_tokenizer, pattern_tokenizer, sentence_piece
+from tokenizers import Tokenizer
 
 import convert_hf
 import generate
 import prepare_dataset
 from steadygpt.base.options import UserError
-from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer, record_named
 from steadygpt.network import stores
 from steadygpt.prepare import documents
 from steadygpt.prepare.sources import find_source
@@ -112,7 +115,7 @@ def test_ctrl_c_and_sigterm_end_the_training_at_once_and_leave_nothing(number, s
     errors = process.communicate(timeout=20)[1]
     assert time.monotonic() - start_s < 5
     assert (process.returncode, errors.splitlines()[-1]) == (status, "stopped; run the same command again to resume")
-    assert not Path("out").exists()
+    assert not [path for path in Path("out").glob("*") if path.name != ".lock"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,13 +154,75 @@ def test_a_preparation_continues_with_the_file_it_has_begun_with(small_units):  
     assert files_of("out") == files_of("whole")
 
 
+def test_a_file_that_tiktoken_cannot_encode_is_encoded_by_the_library(capsys):
+    """From the source to bits per byte and samples."""
+    Path("own.json").write_text(sentence_piece())
+    manifest = prepare("docs.jsonl", "data", f"--document_token '<s>' {OWN}")
+    assert "own.json: the library tokenizers encodes, about 6 times slower" in capsys.readouterr().err
+    library = Tokenizer.from_str(sentence_piece())
+    documents = [library.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    found: list[list[int]] = []
+    for i in ids_of("data"):
+        if i == library.token_to_id("<s>"):
+            found.append([])
+        else:
+            found[-1].append(i)
+    assert manifest["vocab_size"] == library.get_vocab_size()
+    assert sorted(documents) == sorted(found)
+    assert run_here("--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert len(metrics("checkpoints", "val_bpb")) == 1
+    assert generate.main(["latest", "--prompt", "the cat", "--max_tokens", "3", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_without_bytes_of_tokens_only_the_bits_per_byte_are_left_out(capsys):
+    content = json.loads(PATTERN)
+    Path("own.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    prepare("docs.jsonl", "data", OWN)
+    capsys.readouterr()
+    assert run_here("--eval_freq", "1", "--sample_freq", "1", *SHORT) == 0
+    assert "no bits per byte in this run: the tokens of own.json do not show" in capsys.readouterr().err
+    assert not metrics("checkpoints", "val_bpb") and metrics("checkpoints", "val_loss")
+
+
 def test_a_file_needs_the_library_only_to_prepare(folder, monkeypatch):
     Path("own.json").write_text(PATTERN)
     manifest = prepare("docs.jsonl", "data", OWN)
     load_tokenizer.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
+    refused(f"--source docs.jsonl {OWN}", "own.json: needs the library tokenizers. Try: pip install tokenizers")
     assert load_tokenizer(TokenizerRecord.of(manifest), folder / "data").sha256 == manifest["tokenizer_sha256"]
     assert run_here(*SHORT) == 0
+
+
+def test_a_folder_names_its_tokenizer_and_what_its_other_files_add_is_said(capsys):
+    transformers = pytest.importorskip("transformers")
+    own = Path("model")
+    own.mkdir()
+    (own / "tokenizer.json").write_text(PATTERN)
+    token = {key: value for key, value in added_token("<x>", 702).items() if key != "id"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    (own / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {"702": token}}))
+    record = record_named("model")
+    assert record.tokenizer == "model/tokenizer.json"
+    warning = capsys.readouterr().err
+    assert "warning: model/tokenizer.json: other files of its folder add the token '<x>' with the id 702" in warning
+    [command] = re.findall('python -c "(.*)"', warning)
+    theirs = transformers.AutoTokenizer.from_pretrained("model").encode("the <x> cat")
+    assert load_tokenizer(record).encode("the <x> cat") != theirs
+    exec(command)
+    assert load_tokenizer(record_named("converted")).encode("the <x> cat") == theirs
+    assert not capsys.readouterr().err
+
+
+def test_what_is_no_tokenizer_json_is_named():
+    Path("model").mkdir()
+    Path("model/tokenizer.model").write_bytes(b"sentences")
+    for name in ("model", "model/tokenizer.model"):
+        refused(f"--source docs.jsonl --tokenizer {name}", "model/tokenizer.model: a model of SentencePiece")
+    Path("model/tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    refused("--source docs.jsonl --tokenizer model", "model/tokenizer.json: found a Git LFS pointer")
 
 
 def test_a_document_token_that_is_not_end_of_text_can_be_named():
@@ -201,7 +266,7 @@ def test_a_run_needs_the_tokenizer_only_once(prepared, capsys):
     assert exported(sentence)["input_ids"] == ours.encode(sentence)
     assert exported.bos_token_id == ours.document_id
     assert convert_hf.main(["exported", "back.pt"]) == 0
-    assert TokenizerRecord.of(load("back.pt"))._replace(tokenizer_files="") == record
+    assert replace(TokenizerRecord.of(load("back.pt")), tokenizer_files="") == record
     assert generate.main(["back.pt", "--prompt", "the cat", "--max_tokens", "3", "--device", "cpu"]) == 0
 
 
@@ -232,7 +297,7 @@ def test_a_run_does_not_start_without_its_tokenizer(prepared):
         load_tokenizer.cache_clear()  # of the preparation
         with pytest.raises(UserError, match=f"data/tokenizer.json: {problem}"):
             run_here()
-    assert not Path("checkpoints").exists()
+    assert [path.name for path in Path("checkpoints").iterdir()] == [".lock"]
 
 
 def test_another_tokenizer_of_the_same_name_and_size_is_refused(prepared):

@@ -47,7 +47,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 def text_of(tokenizer: str, split: str) -> str:
     """Return the text of a split in the folder of a tokenizer."""
     found = tokenizer_of(tokenizer)
-    ids = [token for token in ids_of(tokenizer, split) if token != found.document_id]
+    ids = [token for token in ids_of(f"of-{tokenizer}", split) if token != found.document_id]
     return found.encoding.decode_bytes(ids).decode()
 
 
@@ -56,13 +56,13 @@ def share_of_val(source: str, flags: str = "") -> float:
     vals = []
     shares = []
     for tokenizer in ("bytes", "crossing"):
-        manifest = prepare(source, tokenizer, f"--tokenizer {tokenizer} {flags}")
+        manifest = prepare(source, f"of-{tokenizer}", f"--tokenizer {tokenizer} {flags}")
         vals.append(text_of(tokenizer, "val"))
-        shares.append(len(ids_of(tokenizer, "val")) / manifest["tokens"])
-        assert ids_of(tokenizer, "train")
+        shares.append(len(ids_of(f"of-{tokenizer}", "val")) / manifest["tokens"])
+        assert ids_of(f"of-{tokenizer}", "train")
     assert vals[0] == vals[1]
     prepare(source, "whole", "--val_share 0")
-    assert Counter(ids_of("bytes")) == Counter(ids_of("whole"))
+    assert Counter(ids_of("of-bytes")) == Counter(ids_of("whole"))
     return shares[0]
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes, folder locks, and lines from the end of a file."""
+"""Atomic file writes, folder locks, and paths that do not exist yet."""
 
 import errno
 import fcntl
@@ -6,11 +6,11 @@ import hashlib
 import io
 import mmap
 import os
-import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -19,8 +19,6 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a folder: older CIFS, VirtualBox
-LOCK_BYTES = 300  # of the content of a lock, at most
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
@@ -129,26 +127,16 @@ def link_file(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def lines_from_end(file: IO[bytes], block_bytes: int = 2**20) -> Iterator[bytes]:
-    """Yield the lines of a file from the last to the first, those longer than a block perhaps in part.
-
-    Memory is bounded by two blocks.
-    """
-    position = file.seek(0, os.SEEK_END)
-    first = b""  # first line of the block after this one; it may begin in this one
-    while position:
-        size = min(position, block_bytes)
-        position = file.seek(position - size)
-        first, *lines = io.BytesIO(file.read(size) + first[:block_bytes]).readlines()
-        yield from reversed(lines)
-    if first:
-        yield first
-
-
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def existing(path: Path) -> Path:
+    """Return a path or the first folder above it that exists."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(place for place in places if os.path.exists(place))  # noqa: PTH110 (Path.exists may raise)
 
 
 def fsync(descriptor: int) -> None:
@@ -182,27 +170,13 @@ def _tell_of_names(folder: Path) -> None:
     )
 
 
-def owner_of(path: Path) -> str:
-    """Return the name of the user who owns a file, or the user's number."""
-    try:
-        return path.owner()
-    except KeyError:
-        return f"user {path.stat().st_uid}"
-
-
 def lock_folder(folder: Path, advice: str) -> IO[str]:
-    """Lock `folder` against other processes until this process ends or the returned file is closed."""
+    """Lock `folder` against other processes until this process ends or the returned file is closed; the file stays."""
     lock = folder / ".lock"
-    is_new = not os.path.lexists(lock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = lock.open("a+")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-            return lock_folder(folder, advice)  # the last owner of the lock has removed it meanwhile
-        file.seek(0)
-        if not re.fullmatch(r"(\d+( on \S+)?\n)?", file.read(LOCK_BYTES)):
-            raise UserError(f"{lock}: not the lock of a run; expected the number of a process. Move it away")
+        _take(file)
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -211,21 +185,35 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
         owner = file.read().strip() or "unknown"
         raise UserError(f"{folder}: in use by process {owner}; {advice}") from None
     except OSError as error:
-        if isinstance(error, PermissionError) and os.access(folder, os.W_OK) and lock.exists():
-            raise UserError(
-                f"{lock}: {error.strerror}; it is the lock of {owner_of(lock)}, who has used the folder. When no run "
-                "uses it, remove the lock"
-            ) from error
-        if error.errno in NO_LOCKS:
-            if is_new:
-                lock.unlink(missing_ok=True)
-            raise UserError(
-                f"{lock}: cannot be locked ({error.strerror}); mount this file system with locks, or use a local disk"
-            ) from error
-        problem = "a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
-        place = error.filename or folder
-        raise UserError(f"cannot write to {place}: {problem}; expected a writable folder with free space") from error
+        place = error.filename or lock
+        raise UserError(
+            f"cannot write to {place}: {error.strerror}; expected a writable folder with free space, on a file system "
+            "with locks"
+        ) from error
     return file
+
+
+def _take(file: IO[str]) -> None:
+    """Lock a file. For half a second, a lock may be a monitor's, which holds it for an instant: see lock_owner()."""
+    until_s = time.monotonic() + 0.5
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.01)
+
+
+def lock_owner(folder: Path) -> str:
+    """Return the process that has locked a folder with lock_folder(), as "NUMBER on HOST"; "" if none has."""
+    with suppress(FileNotFoundError), (folder / ".lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "unknown"
+    return ""
 
 
 def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
@@ -237,20 +225,3 @@ def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
         return os.path.samestat((folder / ".lock").stat(), os.fstat(lock.fileno()))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-@contextmanager
-def locked(folder: Path, advice: str) -> Iterator[IO[str]]:
-    """Lock a folder inside, as lock_folder() does. After an error of the user or Ctrl-C, remove what is new."""
-    is_new_folder = not folder.exists()
-    is_new_lock = not os.path.lexists(folder / ".lock")
-    with lock_folder(folder, advice) as lock:
-        try:
-            yield lock
-        except (UserError, KeyboardInterrupt):
-            if is_new_lock:
-                (folder / ".lock").unlink(missing_ok=True)
-            if is_new_folder:
-                with suppress(OSError):  # something was written
-                    folder.rmdir()
-            raise

@@ -1,134 +1,141 @@
 """Files of other programs: what they are, and what to do with them."""
 
-import re
 import shlex
 import struct
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter, whatever else it contains
-BEGINNING = 4096  # bytes of a file that are compared
-
-
-class Foreign(NamedTuple):
-    """A kind of file that another program writes. In `advice`, FILE and FOLDER stand for its path and its folder."""
-
-    description: str
-    advice: str
-    name: str = ""  # pattern of the whole file name; "": any name
-    begins: bytes = b""  # first bytes of the file; b"": any
-
+LFS_POINTER = b"version https://git-lfs"
 
 MERGE = (
-    'merge it into its model first: python -c "import sys, peft; peft.AutoPeftModelForCausalLM.from_pretrained('
-    "sys.argv[1]).merge_and_unload().save_pretrained('merged')\" FOLDER; then convert merged, with the tokenizer of "
-    "the model: convert_hf.py merged weights.pt --tokenizer hf:MODEL, or its tokenizer.json"
+    'an adapter of peft; merge it into its model first: python -c "import sys, peft; peft.AutoPeftModelForCausalLM.'
+    "from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained('merged')\" {folder}; then convert merged, with "
+    "the tokenizer of the model: convert_hf.py merged weights.pt --tokenizer hf:MODEL, or its tokenizer.json"
 )
 FROM_PICKLE = (
-    'loading it can run code; write safetensors: python -c "import sys, transformers; '
-    "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained('converted')\" FOLDER"
+    'weights of transformers in a pickle; loading it can run code; write safetensors: python -c "import sys, '
+    "transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained('converted')\" "
+    "{folder}"
 )
-WITH_CONFIG = "give their folder, which needs their config.json too: FOLDER"
-KINDS = (
-    # weights
-    Foreign("an adapter of peft", MERGE, r"adapter_config\.json|adapter_model\.(safetensors|bin)"),
-    Foreign("weights of llama.cpp", "convert the Hugging Face folder that they were made from", begins=b"GGUF"),
-    Foreign(
-        "weights of llm.c", "export them there: python dev/eval/export_hf.py --input FILE --output NEW_FOLDER",
-        begins=struct.pack("<i", 20240326),
+NO_SHAPE = "weights without their shape; give their folder, which needs their config.json too: {folder}"
+NANOCHAT = (
+    "a checkpoint of nanochat; convert it with transformers' models/nanochat/convert_nanochat_checkpoints.py "
+    "--input_dir {folder} --output_dir NEW_FOLDER"
+)
+DCP = (
+    "a checkpoint of torch.distributed; write one file from it: python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch {folder} NEW.pt"
+)
+PART = "a part of a Hugging Face folder; give the folder: {folder}"
+OTHER_LIBRARY = "weights for other libraries; give those for PyTorch"
+LLMC_IDS = "token ids of llm.c; train on their folder with --data_dir {folder}"
+WEB_PAGE = "a web page; download the file itself, or write the text of the page into a .txt file"
+
+# First bytes of a file -> what it is; what to do. {file} and {folder} stand for its path and its folder.
+BEGINNINGS = {
+    LFS_POINTER: "found a Git LFS pointer, expected the file. Try: git lfs pull",
+    b"<!DOCTYPE html": WEB_PAGE,
+    b"<!doctype html": WEB_PAGE,
+    b"<html": WEB_PAGE,
+    b"GGUF": "weights of llama.cpp; convert the Hugging Face folder that they were made from",
+    struct.pack("<i", 20240326): (
+        "weights of llm.c; export them there: python dev/eval/export_hf.py --input {file} --output NEW_FOLDER"
     ),
-    Foreign(
-        "the optimizer's state of llm.c", "export the model_*.bin beside it: python dev/eval/export_hf.py",
-        begins=struct.pack("<i", 20240527),
+    struct.pack("<i", 20240527): (
+        "the optimizer's state of llm.c; export the model_*.bin beside it: python dev/eval/export_hf.py"
     ),
-    Foreign("weights without their shape", WITH_CONFIG, r".*\.safetensors|.*\.safetensors\.index\.json"),
-    Foreign("weights of transformers in a pickle", FROM_PICKLE, r"pytorch_model.*\.bin"),
-    Foreign(
-        "a checkpoint of litgpt",
-        "convert it there: litgpt convert_from_litgpt FOLDER NEW_FOLDER; then load its model.pth with transformers, "
-        "and save that",
-        r"lit_model\.pth",
+    struct.pack("<i", 20240520): LLMC_IDS,
+    struct.pack("<i", 20240801): LLMC_IDS,
+}
+# Pattern of a file's name -> the same. The first one that fits counts.
+NAMES = {
+    ADAPTER: MERGE,
+    "adapter_model.*": MERGE,
+    "*.safetensors": NO_SHAPE,
+    "*.safetensors.index.json": NO_SHAPE,
+    "pytorch_model*.bin": FROM_PICKLE,
+    "lit_model.pth": (
+        "a checkpoint of litgpt; convert it there: litgpt convert_from_litgpt {folder} NEW_FOLDER; then load its "
+        "model.pth with transformers, and save that"
     ),
-    Foreign(
-        "a checkpoint of nanochat",
-        "convert it with transformers' models/nanochat/convert_nanochat_checkpoints.py --input_dir FOLDER --output_dir "
-        "NEW_FOLDER",
-        r"(model|optim)_\d{6}(_rank\d+)?\.pt|meta_\d{6}\.json",
+    "consolidated.*.pth": (
+        "weights of Llama from Meta; convert them with transformers' models/llama/convert_llama_weights_to_hf.py "
+        "--input_dir {folder} --output_dir NEW_FOLDER"
     ),
-    Foreign("a checkpoint of torch.distributed", "write one file from it: python -m torch.distributed.checkpoint."
-            "format_utils dcp_to_torch FOLDER NEW.pt", r"\.metadata|__\d+_\d+\.distcp"),
-    Foreign(
-        "a part of a Hugging Face folder", "give the folder: FOLDER",
-        r"(config|tokenizer|tokenizer_config|generation_config)\.json|dataset_info\.json|state\.json",
-    ),
-    Foreign("weights for other libraries", "give those for PyTorch", r".*\.(h5|msgpack|onnx|ot|tflite)"),
-    # token ids
-    *(
-        Foreign("token ids of llm.c", "train on their folder with --data_dir FOLDER", begins=struct.pack("<i", magic))
-        for magic in (20240520, 20240801)
-    ),
-)  # fmt: skip
-# A key of the content of a file of torch.save, or of a dictionary in it -> what the file is, what to do.
+    "model_[0-9][0-9][0-9][0-9][0-9][0-9].pt": NANOCHAT,
+    "optim_[0-9][0-9][0-9][0-9][0-9][0-9]*.pt": NANOCHAT,
+    "meta_[0-9][0-9][0-9][0-9][0-9][0-9].json": NANOCHAT,
+    ".metadata": DCP,
+    "*.distcp": DCP,
+    "config.json": PART, "tokenizer.json": PART, "tokenizer_config.json": PART, "generation_config.json": PART,
+    "dataset_info.json": PART, "state.json": PART,
+    "*.h5": OTHER_LIBRARY, "*.msgpack": OTHER_LIBRARY, "*.onnx": OTHER_LIBRARY, "*.ot": OTHER_LIBRARY,
+    "*.tflite": OTHER_LIBRARY,
+}  # fmt: skip
+# A key of the content of a file of torch.save, or of a dictionary in it -> the same.
 CONTENTS = {
     "model_args.dim": (
-        "a checkpoint of llama2.c",
-        "export it there: python export.py NEW_FOLDER --checkpoint FILE --version -1",
-    ),
-    "dataloader_state.train_curr_pos": (
-        "a checkpoint of train_improved.py",
-        "start a new run from its weights, in another --checkpoint_dir: --init_from FILE; or convert them: "
-        "convert_hf.py FILE weights.pt",
+        "a checkpoint of llama2.c; export it there: python export.py NEW_FOLDER --checkpoint {file} --version -1"
     ),
     "config.num_eigenstates": (
-        "a checkpoint of a temporal eigenstate network",
-        "its architecture is not offered, so train a new model",
+        "a checkpoint of a temporal eigenstate network; its architecture is not offered, so train a new model"
     ),
     "pytorch-lightning_version": (
-        "a checkpoint of Lightning",
-        "take the weights out of it, and give them with their config.json",
+        "a checkpoint of Lightning; take the weights out of it, and give them with their config.json"
     ),
-    "wte.weight": ("weights without their shape", WITH_CONFIG),
-    "embed_tokens.weight": ("weights without their shape", WITH_CONFIG),
+    "wte.weight": NO_SHAPE,
+    "embed_tokens.weight": NO_SHAPE,
     "model_state_dict": (
-        "a checkpoint of another trainer",
-        "its model is not known; give a Hugging Face folder of it, or train a new one",
+        "a checkpoint of another trainer; its model is not known; give a Hugging Face folder of it, or train a new one"
     ),
-    "param_groups": ("the state of an optimizer", "give the weights beside it"),
+    "param_groups": "the state of an optimizer; give the weights beside it",
 }
 
 
 def what_it_is(path: Path) -> str:
-    """Return what a file or folder of another program is, and what to do with it; "" if its kind is unknown."""
-    files = [path]
+    """Return what a file or folder of another program is, and what to do with it; "" if that is unknown."""
     if path.is_dir():
-        files = sorted(path.iterdir())
-    for file in files:
-        beginning = b""
-        if file.is_file():
-            with file.open("rb") as opened:
-                beginning = opened.read(BEGINNING)
-        for kind in KINDS:
-            is_named = bool(kind.name) and re.fullmatch(kind.name, file.name)
-            if is_named or (kind.begins and beginning.startswith(kind.begins)):
-                subject = f"{file.name} is " if path.is_dir() else ""
-                return f"{subject}{kind.description}; {_filled(kind.advice, file)}"
+        for file in sorted(path.iterdir()):
+            advice = what_it_is(file) if file.is_file() else ""
+            if advice:
+                return f"{file.name} is {advice}"
+        return ""
+    advice = what_it_begins_as(path)
+    if advice:
+        return advice
+    for pattern, advice in NAMES.items():
+        if fnmatchcase(path.name, pattern):
+            return _filled(advice, path)
+    return ""
+
+
+def what_it_begins_as(path: Path) -> str:
+    """Return what a file is by its first bytes, and what to do with it; "" if that is unknown."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        beginning = file.read(100)
+    for first_bytes, advice in BEGINNINGS.items():
+        if beginning.startswith(first_bytes):
+            return _filled(advice, path)
     return ""
 
 
 def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
-    """Return what a file of torch.save with this content is, and what to do with it; "" if its kind is unknown."""
+    """Return what a file of torch.save with this content is, and what to do with it; "" if that is unknown."""
     names = [str(key) for key in content]
     for outer, inner in content.items():
         if isinstance(inner, Mapping):
             names += [f"{outer}.{key}" for key in inner]
-    for key, (description, advice) in CONTENTS.items():
+    for key, advice in CONTENTS.items():
         if any(f".{name}".endswith(f".{key}") for name in names):
-            return f"{description}; {_filled(advice, path)}"
+            return _filled(advice, path)
     return ""
 
 
 def _filled(advice: str, file: Path) -> str:
-    """Replace FILE and FOLDER in an advice by the path of a file and its folder, quoted for a shell."""
-    filled = re.sub(r"(?<!\w)FOLDER\b", lambda _: shlex.quote(str(file.parent)), advice)
-    return re.sub(r"(?<!\w)FILE\b", lambda _: shlex.quote(str(file)), filled)
+    """Put the path of a file and its folder into an advice, quoted for a shell."""
+    return advice.format(file=shlex.quote(str(file)), folder=shlex.quote(str(file.parent)))

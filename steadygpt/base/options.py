@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -27,9 +28,9 @@ Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 NO_THREAD = "can't start new thread|Resource temporarily unavailable"
-PASSWORD = r"[^/:@]*:(?!\d*(/|$))[^@]*@"  # in a URL after ://, where a server and a port may stand instead
-SECRETS = re.compile(  # in URLs
-    r"(://)[^\s@']+(?=@)|([?&][\w-]*(?:token|key|secret|sig|signature|pass|passwd|password|pwd|auth)=)[^&\s']+",
+SECRETS = re.compile(  # in URLs: a password, but not a port; a token in place of a user; a parameter
+    r"(://)[^\s/:@']*:(?!\d*(?:/|$))[^\s@']*(?=@)|(https?://)[^\s/:@']+(?=@)"
+    r"|([?&][\w-]*(?:token|key|secret|sig|signature|pass|passwd|password|pwd|auth)=)[^&\s']+",
     re.IGNORECASE,
 )
 ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false": False, "0": False, "no": False}
@@ -75,7 +76,7 @@ def option(
     bare: str | None = None,  # the value of a flag that is given without a value (`--resume`)
     positional: bool = False,  # an argument without a flag, though its aliases are flags; optional if it has a default
     secret: bool = False,  # kept out of everything that a run writes
-    no_password: bool = False,  # refuse a URL with a password, which files and logs would show
+    no_password: bool = False,  # refuse a URL with a password or a token, which files and logs would show
     on_resume: str = "free",  # of train.py: what a resume does with a value that differs (docs/options.md)
 ) -> Any:
     """Declare an option as a dataclass field of type int, float, str, bool or Path, perhaps with `| None`."""
@@ -94,7 +95,7 @@ def shown_options(options: Any) -> dict[str, Any]:
 
 def without_secrets(text: str) -> str:
     """Return a text with ... in place of passwords and tokens in the URLs that it quotes."""
-    return SECRETS.sub(r"\1\2...", text)
+    return SECRETS.sub(r"\1\2\3...", text)
 
 
 def check_options(options: Any) -> None:
@@ -104,9 +105,11 @@ def check_options(options: Any) -> None:
         metadata = f.metadata
         if metadata["choices"] and value not in metadata["choices"]:
             raise OptionError(name, repr(value), f"one of {', '.join(metadata['choices'])}")
-        if metadata["no_password"] and re.match(PASSWORD, value.partition("://")[2]):
+        if metadata["no_password"] and without_secrets(value) != value:
             log_in = "log in with AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or another setting of the store"
-            raise OptionError(name, "a URL with a password, which files and logs would show", f"one without; {log_in}")
+            raise OptionError(
+                name, "a URL with a password or a token, which files and logs would show", f"one without; {log_in}"
+            )
         least = metadata["at_least"]
         most = metadata["at_most"]
         if type(value) in (int, float) and not (least <= value <= most and value < math.inf):
@@ -265,12 +268,12 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt as interrupt:
         status = 128 + signal.Signals.__members__.get(str(interrupt), signal.SIGINT)  # named by Requests
         sys.unraisablehook = lambda _: None  # the destructors of objects that Ctrl-C left half-built may fail
-    except BrokenPipeError:  # `... | head` closed the pipe, so there is no reader for an error either
-        mute(sys.stdout)
-        status = 0
     except Exception as error:
         status = 1
-        if isinstance(error, OSError) and error.filename and error.errno in OF_PATHS:
+        if isinstance(error, BrokenPipeError) and (has_lost_reader(sys.stdout) or has_lost_reader(sys.stderr)):
+            status = 0  # `... | head` has closed the pipe; the pipe of a socket would be an error
+            mute(sys.stdout)
+        elif isinstance(error, OSError) and error.filename and error.errno in OF_PATHS:
             status = 2  # a path that a user gave: even Path.exists() raises these
             problem = printable(f"{error.filename}: {error.strerror}")
             print(f"error: {problem}; change its permissions, or give another path", file=sys.stderr)
@@ -287,6 +290,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def has_lost_reader(stream: IO[str]) -> bool:
+    """Return whether the other end of the pipe that a stream writes to is closed."""
+    poll = select.poll()
+    poll.register(stream, 0)  # 0: errors are reported without being asked for
+    return bool(poll.poll(0))
 
 
 def mute(stream: IO[str]) -> None:

@@ -5,36 +5,36 @@
     epoch_XXXXX.pt                  the end of an epoch: the newest keep_epochs, by default all
     stable.pt                       the last step before the cool-down of --schedule wsd
     best_model.pt                   the best validation loss so far
+    best_model_step_XXXXXX.pt       the best on other validation rows, before a change of them
 
 A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
 """
 
 import errno
-import io
 import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from model import GPT
 from steadygpt.base.foreign import what_it_holds, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
-from steadygpt.base.text import bytes_text
-from steadygpt.base.typed import Count, Loss, typed
-from steadygpt.config import STORED, GPTConfig, TrainConfig
+from steadygpt.base.typed import Count, Id, Loss, Number, typed
+from steadygpt.config import FIELDS, STORED, GPTConfig, TrainConfig
 from steadygpt.data.order import Phase
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
@@ -49,14 +49,8 @@ NOT_YET = {
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
-MOST_PARTS = 2**12  # of a tuple
-LARGEST_PICKLE = 2**26  # bytes of a file's content besides tensors, such as a tokenizer.json
-CONTAINERS = (b"}", b"]", b")")  # pickle codes of an empty dict, list and tuple; texts may contain these bytes too
-MOST_CONTAINERS = 2**22
-Format = Annotated[int, FORMAT_VERSION, FORMAT_VERSION]
 
-Id = Annotated[str, "[0-9a-f]{16}"]
-Scores = dict[str, float | None]  # such as val_loss; None: not finite
+Scores = dict[str, Number | None]  # such as val_loss; None: not finite
 # Fields of weights without a run, from which no run can resume.
 WITHOUT_RUN = {
     "optimizer": {},
@@ -90,17 +84,17 @@ class LaunchRecord(TypedDict):
 class CheckpointContent(TypedDict):
     """The content of a checkpoint, besides TrainState and TokenizerRecord."""
 
-    format_version: Format
+    format_version: int
     model: dict[str, Tensor]  # by name of the parameter, fp32
     model_config: dict[str, Any]  # of a GPTConfig
     optimizer: dict[str, dict[str, Tensor]]  # name of the parameter -> kind -> tensor; empty before the first step
-    scaler: dict[str, float]  # the state of the loss scaler; empty without fp16
+    scaler: dict[str, int | Number]  # the state of the loss scaler; empty without fp16
     epoch: Loss
     options: dict[str, Any]  # of STORED, as they were asked for
     data: DataRecord | None
     launch: LaunchRecord | None
     metrics_bytes: Count  # size of metrics.jsonl at the save: what follows there is repeated after a resume
-    saved_at: Annotated[float, 0, 2**41]  # seconds since 1970
+    saved_at: Annotated[float, Meta(ge=0, le=2**41)]  # seconds since 1970
 
 
 @dataclass
@@ -110,7 +104,7 @@ class TrainState:
     step: Count = 0  # steps taken, skipped updates included
     rows_consumed: Count = 0
     loss: Loss | None = None  # of the last step that was finite
-    recent_losses: list[float] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
+    recent_losses: list[Number] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
     elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
     scores: Scores = field(default_factory=dict)  # of the evaluations of these weights
@@ -191,13 +185,14 @@ def check_tensors(
 class Head:
     """The fields of a checkpoint that put it in order, and those that tables and mirrors show."""
 
-    saved_at: Annotated[float, 0, 2**40]  # at most half of what CheckpointContent allows, so that later ones fit
+    # At most half of what CheckpointContent allows, so that later ones fit.
+    saved_at: Annotated[float, Meta(ge=0, le=2**40)]
     step: Count
     epoch: Loss | None = None
     loss: Loss | None = None
     scores: Scores = field(default_factory=dict, compare=False)
     validated_on: str = ""
-    format_version: Format = FORMAT_VERSION
+    format_version: int = FORMAT_VERSION
 
     @property
     def order(self) -> tuple[float, int]:
@@ -234,7 +229,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise Unreadable(f"{problem}; fix the disk or the permissions, or give another path") from error
     rolling = [name for name in found if re.fullmatch(r"rolling_step_.*\.pt", name)]
     epochs = [name for name in found if re.fullmatch(r"epoch_.*\.pt", name)]
-    names = [LATEST, STABLE, *rolling, BACKUP, *epochs, BEST]
+    best = [name for name in found if re.fullmatch(r"best_model(_step_.*)?\.pt", name)]
+    names = [LATEST, STABLE, *rolling, BACKUP, *epochs, *best]
     return [folder / name for name in names if name in found]  # also a link to nothing, as a damaged checkpoint
 
 
@@ -366,48 +362,13 @@ class NotOurs(UserError):
     """An intact file of another program."""
 
 
-class _Parts(tuple):
-    """A tuple of a pickle, and the number of its parts; the parts of a tuple that it contains twice count twice."""
-
-    size = 1
-
-
-def _bounded(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return an unpickler's method that loads a tuple, with a limit to the tuple's parts.
-
-    A thousand bytes can describe a tuple of 2**60 parts. As a key, it would be hashed part by part.
-    """
-
-    def load_tuple(self: Any) -> None:
-        load(self)
-        parts = _Parts(self.stack[-1])
-        parts.size = sum(getattr(part, "size", 1) for part in parts)
-        if parts.size > MOST_PARTS:
-            raise ValueError(f"a tuple of {parts.size:,} parts")
-        self.stack[-1] = parts
-
-    return load_tuple
-
-
-class _Plain(pickle._Unpickler):
-    """An unpickler that replaces each tensor, and all else that would run code of the file, by an empty dictionary.
-
-    It extends pickle's Python code, because pickle's C code lets five bytes of a file allocate 64 GB (Python 3.13).
-    """
-
-    def find_class(self, module: str, name: str) -> type:
-        return type("StandIn", (dict,), {"__init__": lambda *_: None, "__setstate__": lambda *_: None})
-
-    def persistent_load(self, storage: object) -> None: ...
-
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-        dispatch[code[0]] = _bounded(dispatch[code[0]])
+class OtherVersion(UserError):
+    """An intact checkpoint that this version of the code cannot use, such as one of a model with another block."""
 
 
 def read_head(path: Path) -> Head:
     """Return the head of a file without reading its tensors."""
-    return _head_of(load_verified(path, only_plain=True), path)
+    return _head_of(load_verified(path, only_head=True), path)
 
 
 def _head_of(content: Any, path: Path) -> Head:
@@ -419,27 +380,22 @@ def _head_of(content: Any, path: Path) -> Head:
 _head = lru_cache(maxsize=2**14)(lambda path, *identity: read_head(path))
 
 
-def load_verified(path: Path, only_plain: bool = False) -> object:
+def load_verified(path: Path, only_head: bool = False) -> object:
     """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
 
-    With only_plain, tensors are neither read nor verified.
+    With only_head, tensors are not verified; they are read only where they are used, because they are mapped.
     """
-    plain = None
     try:
-        with zipfile.ZipFile(path) as archive:
-            [name] = [member_name for member_name in archive.namelist() if member_name.endswith("/data.pkl")]
-            member = archive.getinfo(name)
-            if member.file_size > LARGEST_PICKLE or member.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{name} is compressed, or larger than {bytes_text(LARGEST_PICKLE)}")
-            pickled = archive.read(name)
-            if sum(map(pickled.count, CONTAINERS)) > MOST_CONTAINERS:
-                raise ValueError(f"{name} has more than {MOST_CONTAINERS:,} containers")
-            plain = _Plain(io.BytesIO(pickled)).load()
-            if only_plain:
-                return plain
-            corrupt_record = archive.testzip()  # because torch.load does not verify the checksums
-            if corrupt_record:
-                raise zipfile.BadZipFile(f"checksum of record {corrupt_record}")
+        with zipfile.ZipFile(path) as archive:  # because torch.load does not verify the checksums
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise zipfile.BadZipFile("it was compressed after it was saved")  # torch.load would map other numbers
+            if only_head:
+                [pickled] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                archive.read(pickled)
+            else:
+                corrupt_record = archive.testzip()
+                if corrupt_record:
+                    raise zipfile.BadZipFile(f"checksum of record {corrupt_record}")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
@@ -449,12 +405,9 @@ def load_verified(path: Path, only_plain: bool = False) -> object:
             problem = f"{path}: cannot be read ({cause.strerror or cause})"
             raise Unreadable(f"{problem}; fix the disk or the permissions, or give an older file") from error
         if isinstance(error, pickle.UnpicklingError):
-            known = what_it_holds(plain, path) if isinstance(plain, dict) and "format_version" not in plain else ""
-            if known:
-                raise NotOurs(f"{path}: {known}") from None
-            reason = "more than tensors and plain types"
-        else:
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            description = what_it_is(path) or f"it holds more than tensors and plain types; {NOT_OURS}"
+            raise NotOurs(f"{path}: {description}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
 
 
@@ -462,26 +415,36 @@ def check_ours(content: Any, path: Path) -> None:
     """Refuse the content of a file of another program, and say what to do with it."""
     if isinstance(content, dict) and "format_version" not in content:
         raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
+    version = content["format_version"] if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise OtherVersion(f"{path}: format_version is {version!r:.50}; expected {FORMAT_VERSION}; {ADVICE}")
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
     """Return the content of a file, which must be a checkpoint of this format."""
     check_ours(content, path)
     read = partial(typed, content, name=path, advice=ADVICE)
-    checkpoint = read(CheckpointContent) | vars(read(TrainState)) | read(TokenizerRecord)._asdict()
-    model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
-    unknown = checkpoint["model_config"].keys() - vars(model_config).keys()
-    if unknown:
-        raise UserError(f"{path}: model_config has {min(unknown)!r}, unknown to this version; update SteadyGPT")
-    checkpoint["model_config"] = vars(model_config)
+    checkpoint = read(CheckpointContent) | asdict(read(TrainState)) | asdict(read(TokenizerRecord))
+    # Options that were added since the file was written have their defaults.
+    try:
+        model_config = typed(checkpoint["model_config"], GPTConfig, f"{path}: model_config", ADVICE)
+        config = typed(checkpoint["options"], TrainConfig, f"{path}: options", ADVICE)
+    except UserError as error:
+        raise OtherVersion(str(error)) from None
     try:
         model_config.check_shape()
+    except UserError as error:
+        raise OtherVersion(f"{path}: {error}; {ADVICE}") from None
+    fields = asdict(model_config)
+    unknown = (checkpoint["model_config"].keys() - fields.keys()) | (checkpoint["options"].keys() - FIELDS.keys())
+    if unknown:
+        raise OtherVersion(f"{path}: has the option {min(unknown)!r}, which this version does not know; {ADVICE}")
+    checkpoint["model_config"] = fields
+    try:
         check_numbers(checkpoint)
     except UserError as error:
         raise UserError(f"{path}: corrupt ({error})") from None
     if checkpoint["data"]:
-        # Options that were added since the file was written have their defaults.
-        config = typed(checkpoint["options"], TrainConfig, f"{path}: options", ADVICE)
         checkpoint["options"] = {name: getattr(config, name) for name in STORED}
         data = checkpoint["data"]
         rows = checkpoint["rows_consumed"]
@@ -520,7 +483,7 @@ def find_checkpoint(which: str, folder: Path) -> Found:
     for file in scan(folder):
         try:
             return Found(file.path, read_checkpoint(file.path), damaged)
-        except Unreadable:
+        except (Unreadable, OtherVersion):
             raise
         except UserError as error:
             if isinstance(error, NotOurs):

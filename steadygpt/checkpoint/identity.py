@@ -8,12 +8,12 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import TypedDict
 
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.text import printable
-from steadygpt.base.typed import read_json
+from steadygpt.base.typed import Id, read_json
 from steadygpt.config import MAX_NAME, TrainConfig
 
 RUN = "run.json"
@@ -22,7 +22,7 @@ RUN = "run.json"
 class RunFile(TypedDict):
     """The content of run.json."""
 
-    id: Annotated[str, "[0-9a-f]{16}"]
+    id: Id
     name: str
     folder: str  # its real path at the last launch
     mirror: str  # of the last launch, "" if it had none; only a note says it, because a file decides no place

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -36,7 +37,7 @@ def _row(name: str, head: files.Head | None, size: int) -> Row:
     """Return the cells of a file, without its state; its size is in bytes."""
     values: dict[str, Any] = {}
     if head:
-        values = {**vars(head), **head.scores}
+        values = {**asdict(head), **head.scores}
     forms = {"step": ".0f", "epoch": ".2f", "loss": ".4f", "val_loss": ".4f", "val_bpb": ".4f"}
     numbers = ["-" if values.get(key) is None else format(values[key], form) for key, form in forms.items()]
     age = duration_text(max(0.0, time.time() - head.saved_at)) if head else "-"

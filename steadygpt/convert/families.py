@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model import GPTConfig
+from model import TABLES, GPTConfig
 from steadygpt.base.options import UserError
 
 # Activations of transformers -> GPTConfig's. PLAIN: the MLP has one matrix before the activation; GATED: two, gate and
@@ -21,7 +21,6 @@ PLAIN = {
 GATED = {"silu": "swiglu"}
 # Endings of the names of attention's constants, which older files store with the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ import json
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from model import GPT, GPTConfig
-from steadygpt.base.disk import check_pulled
-from steadygpt.base.foreign import ADAPTER, what_it_is
+from model import GPT, TABLES, GPTConfig, sketch_of
+from steadygpt.base.foreign import ADAPTER, what_it_begins_as, what_it_is
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
 from steadygpt.base.text import labelled
@@ -30,17 +29,16 @@ from steadygpt.checkpoint.files import (
     open_checkpoint,
 )
 from steadygpt.convert import families
-from steadygpt.convert.families import NANOGPT, TABLES, Family, foreign_names, resolved, to_foreign, to_own
+from steadygpt.convert.families import NANOGPT, Family, foreign_names, resolved, to_foreign, to_own
 from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
-    identify,
     load_tokenizer,
     record_named,
     vocab_size_of,
+    warn_of_neighbours,
 )
-from steadygpt.data.tokenizer_json import NotConvertible
 from steadygpt.network import hub
 
 # The hash of GPT-2's vocab.json, as json.dumps writes it with sorted keys.
@@ -127,12 +125,6 @@ def load_model(checkpoint: dict) -> GPT:
     model = GPT(config, initialize=False)
     model.load_state_dict(checkpoint["model"])
     return model
-
-
-def sketch_of(config: GPTConfig) -> GPT:
-    """Return a model on the meta device: its weights have names and shapes, but no memory."""
-    with torch.device("meta"):
-        return GPT(config, initialize=False)
 
 
 def load_cropped(weights: dict, shape: GPTConfig) -> None:
@@ -240,7 +232,7 @@ def _read_folder(folder: Path, source: str, user_record: TokenizerRecord, with_w
     if not isinstance(own, dict) or own.get("vocab_size") != config.vocab_size:
         own = {}
     record = user_record if user_record.tokenizer else _tokenizer_of(folder, source, own, config, stored)
-    record = record._replace(tokenizer_files=kept_files(folder, stored))
+    record = replace(record, tokenizer_files=kept_files(folder, stored))
     weights = _read_safetensors(folder, source, family) if with_weights else {}
     biases = {name for name in weights if name.endswith(".bias")}
     if own.get("bias") is False and not any(weights[name].any() for name in biases):  # write_folder added zeros
@@ -268,11 +260,9 @@ def _read_safetensors(folder: Path, source: str, family: Family) -> dict[str, Te
             reason = next(reasons, "other formats are refused, because loading them can run code")
             raise UserError(f"{source}: no {hub.WEIGHTS} and no {hub.INDEX}; {reason}")
         try:
-            with file.open("rb") as opened:
-                check_pulled(file, opened.peek(1))
             weights |= _own_names(safetensors.torch.load_file(file))
         except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(f"{file}: cannot be read ({error})") from error
+            raise UserError(f"{file}: {what_it_begins_as(file) or f'cannot be read ({error})'}") from error
     base = foreign_names("wte.weight", family)[0].partition(".")[0]
     if not any(name.startswith(base) for name in weights):  # the model without its head was saved, as gpt2 on the Hub
         weights = {name if name == "lm_head.weight" else f"{base}.{name}": weights[name] for name in weights}
@@ -314,7 +304,7 @@ def _as_own_checkpoint(
         "format_version": FORMAT_VERSION,
         "model": model,
         "model_config": dataclasses.asdict(config),
-        **record._asdict(),
+        **asdict(record),
         "saved_at": time.time(),
         **{"step": 0, "rows_consumed": 0},
         **WITHOUT_RUN,
@@ -361,7 +351,7 @@ def with_tokenizer(checkpoint: dict, user_record: TokenizerRecord, path: Path) -
     if user_record.tokenizer not in ("", record.tokenizer):
         raise UserError(f"{path}: its tokenizer is {record}; drop --tokenizer {user_record.tokenizer}")
     _without_padding(GPTConfig(**checkpoint["model_config"]), user_record, path)  # checks the number of ids
-    return checkpoint | record._asdict()
+    return checkpoint | asdict(record)
 
 
 def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, stored: dict) -> TokenizerRecord:
@@ -384,27 +374,21 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
             return GPT2_TOKENIZER if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
         record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
         record = record.with_json(folder)
+        warn_of_neighbours(folder / TOKENIZER_JSON, record.tokenizer_json)
         tokenizer = load_tokenizer(record)
-    except NotConvertible as error:
-        try:
-            identity, n_vocab = identify(record)
-        except NotConvertible:  # no tokenizer at all
-            return UNKNOWN
-        if n_vocab > config.vocab_size:
-            return UNKNOWN
-        say(f"warning: {source}: can be trained on token ids only, because its tokenizer is not converted: {error}")
-        return record._replace(tokenizer_sha256=identity)
-    except (UserError, OSError):  # no tokenizer at all
+    except (UserError, OSError) as error:
+        if (folder / TOKENIZER_JSON).exists():
+            say(f"warning: {source}: no tokenizer: {error}")
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
         return GPT2_TOKENIZER
     if tokenizer.n_vocab > config.vocab_size:
         return UNKNOWN
-    special = {str(i): token for token, i in tokenizer.encoding._special_tokens.items()}
+    special = {str(i): token for token, i in tokenizer.special.items()}
     document_token = record.document_token
     if document_token not in special.values():
         document_token = special.get(str(stored.get("bos_token_id")), document_token)
-    return record._replace(tokenizer_sha256=tokenizer.sha256, document_token=document_token)
+    return replace(record, tokenizer_sha256=tokenizer.sha256, document_token=document_token)
 
 
 def kept_files(folder: Path, stored: dict) -> str:

@@ -4,6 +4,7 @@ import filecmp
 import hashlib
 import os
 import re
+import resource
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
-from steadygpt.base.disk import check_pulled, most_open_files
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar, say
-from steadygpt.base.typed import Count, read_json, typed
+from steadygpt.base.typed import Count, FileName, read_json, typed
 
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
@@ -35,14 +36,29 @@ NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # the dtype.
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_DTYPES: dict[int, np.dtype] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+
+
+def most_open_files() -> int:
+    """Raise this process's limit of open files as far as the system allows, but not above 2**16; return the limit."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (2**16 if limit == resource.RLIM_INFINITY else min(2**16, limit) for limit in limits)
+    if soft == most:
+        return most
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    except (OSError, ValueError):  # macOS has a lower limit that it does not report
+        return soft
+    return most
+
+
 MAPPED = most_open_files() // 2  # shards mapped at the same time at most; each keeps a file open
 
 
 class ShardEntry(TypedDict):
     """What the manifest says of a shard."""
 
-    file: Annotated[str, r"\w[\w.-]*"]
-    split: Annotated[str, "train|val"]
+    file: FileName
+    split: Annotated[str, Meta(pattern=r"^(train|val)\Z")]
     tokens: Count
     sha256: str
 
@@ -165,7 +181,6 @@ def open_shard(path: Path) -> Shard:
     """Find the tokens in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
         with path.open("rb") as file:
-            check_pulled(path, file.peek(1))
             size = os.fstat(file.fileno()).st_size
             header = read_header(file, path.suffix)
             offset = file.tell()
@@ -175,13 +190,16 @@ def open_shard(path: Path) -> Shard:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a token shard") from error
     except Exception as error:  # NumPy's parser raises many types on arbitrary bytes
         reason = f"{error!r}".splitlines()[0]
-        raise UserError(f"{path}: not a .npy file ({reason}); prepare or copy it again") from error
+        problem = what_it_is(path) or f"not a .npy file ({reason}); prepare or copy it again"
+        raise UserError(f"{path}: {problem}") from error
     if header is None:  # a file of nanoGPT; ShardSet.for_vocab() sets the dtype
+        problem = what_it_is(path)
         if path.name not in ("train.bin", "val.bin"):
-            problem = what_it_is(path) or (
+            problem = problem or (
                 f"no header of llm.c; expected its magic number {' or '.join(map(str, LLMC_DTYPES))}, or nanoGPT's "
                 "file names train.bin and val.bin"
             )
+        if problem:
             raise UserError(f"{path}: {problem}")
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     shape, _, dtype = header

@@ -1,11 +1,14 @@
 """Examples of HellaSwag, and of CORE's tasks in the evaluation bundle of DCLM and nanochat."""
 
 import csv
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -46,7 +49,7 @@ class Row(NamedTuple):
     """An example of a task."""
 
     answers: list[tuple[str, str]]  # context and continuation
-    label: Count  # index of the right answer
+    label: int  # index of the right answer
 
 
 class Task(NamedTuple):
@@ -67,7 +70,8 @@ class Task(NamedTuple):
         return "".join(f"{self.delimiter.join(row.answers[row.label])}\n\n" for row in shots)
 
 
-class Listed(NamedTuple):
+@dataclass(frozen=True)
+class Listed:
     """A task in core.yaml."""
 
     label: str
@@ -77,7 +81,8 @@ class Listed(NamedTuple):
     continuation_delimiter: str = " "
 
 
-class Listing(NamedTuple):
+@dataclass(frozen=True)
+class Listing:
     """The content of core.yaml."""
 
     icl_tasks: list[Listed]
@@ -113,16 +118,18 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
         raise UserError(f"{path}: expected tasks, each with a label of its own")
     kinds_of_core = [kind for kind in KINDS if kind != HELLASWAG]
     tasks = []
-    for label, uri, (shots,), kind, delimiter in listing.icl_tasks:
-        try:
-            chance = typed(float(baselines.get(label) or "") / 100, Annotated[float, 0, 0.99], baselines_path, "")
-        except (ValueError, UserError):
-            raise UserError(
-                f"{baselines_path}: no Random baseline of {label} from 0 to 99 percent; expected one"
-            ) from None
+    for task in listing.icl_tasks:
+        label = task.label
+        kind = task.icl_task_type
+        [shots] = task.num_fewshot
+        chance = math.nan
+        with suppress(ValueError):
+            chance = float(baselines.get(label) or "") / 100
+        if not 0 <= chance <= 0.99:
+            raise UserError(f"{baselines_path}: no Random baseline of {label} from 0 to 99 percent; expected one")
         if kind not in kinds_of_core:
             raise UserError(f"{path}: {label} is of the kind {kind!r}; expected one of {', '.join(kinds_of_core)}")
-        file = Path(folder, "eval_data", uri)
+        file = Path(folder, "eval_data", task.dataset_uri)
         lines = _lines(file)
         random.Random(1337).shuffle(lines)
         rows = _read_rows(kind, file, lines[:limit])
@@ -131,7 +138,7 @@ def load_core(folder: str, limit: int | None = None) -> list[Task]:
                 f"{file}: {len(rows)} examples are read; expected more than the {shots} before each one, from the "
                 "file and by --limit"
             )
-        tasks.append(Task(label, kind, rows, chance, shots, delimiter))
+        tasks.append(Task(label, kind, rows, chance, shots, task.continuation_delimiter))
     return tasks
 
 
@@ -153,13 +160,13 @@ def _read_rows(kind: str, file: object, lines: Iterable[tuple[int, Any]]) -> lis
                 if not re.fullmatch(r"-?\d{1,9}", str(value)):  # the Hub has a string
                     raise UserError(f"{where}: {name} is {value!r:.50}; expected the number of the right answer")
                 label = int(str(value))
-            example = {"answers": answers_of(row), "label": label}
+            answers = answers_of(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{where}: not an example of {kind} ({error!r:.200}); {advice}") from None
-        rows.append(typed(example, Row, where, advice))
+        rows.append(Row(typed(answers, list[tuple[str, str]], where, advice), label))
         if kind == HELLASWAG and len(rows[-1].answers) != ENDINGS:
             raise UserError(f"{where}: {len(rows[-1].answers)} endings; expected {ENDINGS}, as of HellaSwag")
-        if label >= len(rows[-1].answers):
+        if not 0 <= label < len(rows[-1].answers):
             raise UserError(
                 f"{where}: the right one of {len(rows[-1].answers)} answers is said to be {label}; {advice}"
             )

@@ -9,28 +9,50 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
-from unicodedata import normalize
+from typing import TYPE_CHECKING, Any
+from unicodedata import is_normalized
 
 import numpy as np
 import tiktoken
 
+from steadygpt.base.foreign import what_it_begins_as
 from steadygpt.base.options import UserError
+from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
-from steadygpt.data.tokenizer_check import check_tokenizer
-from steadygpt.data.tokenizer_json import GPT2_PATTERN, Literals, NotConvertible, from_json
+from steadygpt.data.tokenizer_json import (
+    GPT2_PATTERN,
+    MOST_IDS,
+    Literals,
+    bytes_of_tokens,
+    gives_ids_of,
+    read_bpe,
+    read_library,
+    to_json,
+)
 from steadygpt.network import hub
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from steadygpt.machine.ranks import Ranks
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SENTENCE_PIECE = ".model"  # suffix
+TO_SAVE = (
+    "python -c \"import transformers; transformers.AutoTokenizer.from_pretrained('{}').save_pretrained('converted')\", "
+    "and name converted"
+)
+SIZES = {"bytes": 257, "gpt2": 50257}  # the number of ids, so that it needs no vocabulary
+# A text that shows whether the bytes of tokens are those of the text: case, white space, Unicode.
+PROBE = "Ab  cD \n\n\tx\r\n\u00e9 \u017f\u212a\ufb01 \u6f22\u5b57 \U0001f642 1\u00b2 don't <x> ... \x01 z"
 IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer with this number of ids
 
 
@@ -38,27 +60,48 @@ IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer
 class Tokenizer:
     """Conversion of text to token ids and back.
 
-    Text that spells a special token is encoded as ordinary text; the text of a literal is encoded as the literal's id.
+    tiktoken encodes where it is known to give the ids of the library `tokenizers`, and the library elsewhere. Text that
+    spells a special token is encoded as ordinary text; the text of another added token, a literal, as the literal's id.
     """
 
-    encoding: tiktoken.Encoding
-    pattern: str  # of the encoding, or a name that stands for it
+    encoding: tiktoken.Encoding | None  # None: the library encodes all texts
+    pattern: str = ""  # of the encoding, or a name that stands for it
     document_token: str = END_OF_TEXT
-    is_nfc: bool = False  # text is first normalized to Unicode's form NFC
+    is_nfc: bool = False  # the encoding gives the library's ids for texts in Unicode's form NFC only
     json: str = ""  # the text of the tokenizer.json that it comes from
-    literals: Literals = ({}, {})
+    literals: Literals = ({}, {})  # of the encoding
+    where: str = ""  # the file, for errors
+
+    @cached_property
+    def library(self) -> "tokenizers.Tokenizer":
+        return read_library(self.json, self.where)
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """The ids of the special tokens."""
+        if self.encoding:
+            return self.encoding._special_tokens
+        return {token.content: i for i, token in self.library.get_added_tokens_decoder().items() if token.special}
+
+    @cached_property
+    def bytes_of(self) -> dict[int, bytes]:
+        """The bytes of each id; special tokens and literals have those of their text."""
+        if not self.encoding:
+            return bytes_of_tokens(self.json, self.library)
+        added = self.special | self.literals[0] | self.literals[1]
+        texts = {i: token.encode() for token, i in added.items()}
+        return texts | {i: token for token, i in self.encoding._mergeable_ranks.items()}
 
     @cached_property
     def n_vocab(self) -> int:
         """The largest id + 1."""
-        return max([self.encoding.max_token_value, *self.literals[0].values(), *self.literals[1].values()]) + 1
+        return max(self.bytes_of, default=0) + 1
 
     @property
     def document_id(self) -> int:
         """The id of the token that begins every document."""
-        special = self.encoding._special_tokens
-        if self.document_token not in special:
-            tokens = shorten(" ".join(sorted(special, key=special.__getitem__)), 1000)
+        if self.document_token not in self.special:
+            tokens = shorten(" ".join(sorted(self.special, key=self.special.__getitem__)), 1000)
             if tokens:
                 advice = "name the one that begins each document with --document_token of prepare_dataset.py"
             else:
@@ -66,88 +109,87 @@ class Tokenizer:
             raise UserError(
                 f"the tokenizer has no special token {self.document_token!r}; found {tokens or 'none'}; {advice}"
             )
-        return special[self.document_token]
-
-    def normalized(self, text: str) -> str:
-        return normalize("NFC", text) if self.is_nfc else text
+        return self.special[self.document_token]
 
     def encode(self, text: str) -> list[int]:
-        if not any(self.literals):
-            return self.encoding.encode_ordinary(self.normalized(text))
-        before_nfc, after_nfc = self.literals
-        split_before, split_after = self.literal_patterns
-        ids: list[int] = []
-        # A split by a pattern with a group gives ordinary text at even places, and literals at odd ones.
-        for number, part in enumerate(split_before.split(text)):
-            if number % 2:
-                ids.append(before_nfc[part])
-                continue
-            for piece_number, piece in enumerate(split_after.split(self.normalized(part))):
-                if piece_number % 2:
-                    ids.append(after_nfc[piece])
-                else:
-                    ids += self.encoding.encode_ordinary(piece)
-        return ids
-
-    @cached_property
-    def literal_patterns(self) -> list[re.Pattern[str]]:
-        """Patterns that capture the literals of each of the two kinds, the longest one at each place."""
-        longest_first = [map(re.escape, sorted(texts, key=len, reverse=True)) for texts in self.literals]
-        return [re.compile(f"({'|'.join(texts) or '(?!)'})") for texts in longest_first]
-
-    def count_special_texts(self, text: str) -> Counter[str]:
-        """Count how often a text contains the characters of each special token, of the longest one at each place."""
-        special = self.encoding._special_tokens
-        if len(special) <= 8 and not any(token in text for token in special):  # faster than the pattern
-            return Counter()
-        return Counter(self._special.findall(text))
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        texts = sorted(self.encoding._special_tokens, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Return the ids of a text without lone surrogates, (n,) uint32."""
-        if any(self.literals):
-            return np.array(self.encode(text), np.uint32)
-        return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
+        if self.encoding and not self._needs_library(text):
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        try:
+            return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
+        except UserError:
+            raise
+        except Exception as error:  # the library raises no other type
+            raise UserError(f"{self.where}: the library tokenizers cannot encode a text with it ({error})") from error
+
+    def _needs_library(self, text: str) -> bool:
+        """Return whether a text has a literal, or changes by NFC, where releases of Unicode differ."""
+        if self.is_nfc and not is_normalized("NFC", text):
+            return True
+        return any(literal in text for literals in self.literals for literal in literals)
+
+    def count_special_texts(self, text: str) -> Counter[str]:
+        """Count how often a text contains the characters of each special token, of the longest one at each place."""
+        return Counter(self._special_pattern.findall(text))
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        texts = sorted(self.special, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; ids of no token, which a model can still predict, are left out."""
+        if not self.encoding:
+            return self.library.decode(ids, skip_special_tokens=False)
         return b"".join(self.bytes_of.get(i, b"") for i in ids).decode(errors="replace")
-
-    @property
-    def added(self) -> dict[str, int]:
-        """The ids of the special tokens and the literals."""
-        return self.encoding._special_tokens | self.literals[0] | self.literals[1]
-
-    @cached_property
-    def bytes_of(self) -> dict[int, bytes]:
-        """The bytes of each id; special tokens and literals have those of their text."""
-        texts = {i: token.encode() for token, i in self.added.items()}
-        return texts | {i: token for token, i in self.encoding._mergeable_ranks.items()}
 
     @cached_property
     def num_bytes(self) -> np.ndarray:
-        """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids."""
+        """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids.
+
+        All are 0 if the tokens of a text do not show its bytes. If the tokenizer puts a space before each text, the
+        document token has -1, so that the sum for a document is right.
+        """
         sizes = np.zeros(self.n_vocab, np.int64)
+        added_space = 0
+        if not self.encoding:
+            shown = b"".join(self.bytes_of[i] for i in self.encode(PROBE))
+            if shown not in (PROBE.encode(), b" " + PROBE.encode()):
+                return sizes
+            added_space = len(shown) - len(PROBE.encode())
         sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
-        sizes[[*self.encoding._special_tokens.values()]] = 0
+        sizes[[*self.special.values()]] = 0
+        if self.document_token in self.special:
+            sizes[self.document_id] = -added_space
         return sizes
 
     @cached_property
     def sha256(self) -> str:
-        """The identity: the SHA-256 in hex of everything that determines ids."""
+        """The identity: the SHA-256 in hex of everything that determines ids.
+
+        Where the library encodes all texts, it is that of the JSON content, without regard to white space and order of
+        keys.
+        """
+        if not self.encoding:
+            return hashlib.sha256(json.dumps(json.loads(self.json), sort_keys=True).encode()).hexdigest()
         tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
-        special = sorted(self.encoding._special_tokens.items())
-        content = [self.is_nfc, self.pattern, tokens, special]
+        content = [self.is_nfc, self.pattern, tokens, sorted(self.special.items())]
         if any(self.literals):
             content += [sorted(texts.items()) for texts in self.literals]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    def to_json(self) -> str:
+        """Return the text of its tokenizer.json, for Hugging Face folders."""
+        if self.encoding and not self.json:
+            return to_json(self.encoding)
+        return self.json
 
-class TokenizerRecord(NamedTuple):
+
+@dataclass(frozen=True)
+class TokenizerRecord:
     """The tokenizer in a manifest or a checkpoint; older ones record only its name."""
 
     tokenizer: str  # as in --tokenizer; "" if unknown
@@ -165,7 +207,7 @@ class TokenizerRecord(NamedTuple):
         """Add the tokenizer.json of a folder, if it exists and this record lacks the text of its file."""
         path = folder / TOKENIZER_JSON
         if self.is_file and not self.tokenizer_json and path.exists():
-            return self._replace(tokenizer_json=read_text(path))
+            return replace(self, tokenizer_json=read_text(path))
         return self
 
     @property
@@ -198,8 +240,8 @@ class TokenizerRecord(NamedTuple):
 
     def completed(self, other: "TokenizerRecord") -> "TokenizerRecord":
         """Return this record with the files that another one of the same tokenizer has."""
-        return self._replace(
-            tokenizer_json=other.tokenizer_json or self.tokenizer_json, tokenizer_files=other.tokenizer_files
+        return replace(
+            self, tokenizer_json=other.tokenizer_json or self.tokenizer_json, tokenizer_files=other.tokenizer_files
         )
 
     def __str__(self) -> str:
@@ -226,7 +268,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         return Tokenizer(encoding, pattern)
     if IDS_ONLY.fullmatch(name):
-        raise NotConvertible(f"tokenizer {name}: only the number of ids is known; text needs the tokenizer itself")
+        raise UserError(f"tokenizer {name}: only the number of ids is known; text needs the tokenizer itself")
     if not name:
         raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
     if name not in tiktoken.list_encoding_names():
@@ -259,15 +301,16 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     Args:
         folder: has the tokenizer.json, unless the record has its text.
     """
-    name, expected_sha256, document_token, text, _ = record.with_json(folder) if folder else record
-    where = str(folder / TOKENIZER_JSON) if folder else name
     if not record.is_file:
-        tokenizer = replace(get_tokenizer(name), document_token=document_token)
-    elif text:
-        encoding, is_nfc, literals = from_json(text, where)
-        tokenizer = Tokenizer(encoding, encoding._pat_str, document_token, is_nfc, text, literals)
-        if not expected_sha256:  # an identity is recorded only after this check
-            check_tokenizer(tokenizer, where)
+        return replace(get_tokenizer(record.tokenizer), document_token=record.document_token)
+    if folder:
+        record = record.with_json(folder)
+    name = record.tokenizer
+    text = record.tokenizer_json
+    expected_sha256 = record.tokenizer_sha256
+    where = str(folder / TOKENIZER_JSON) if folder else name
+    if text:
+        tokenizer = _from_json(text, where, record.document_token, expected_sha256)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:
@@ -283,79 +326,60 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     return tokenizer
 
 
-@cache
-def identify(record: TokenizerRecord) -> tuple[str, int]:
-    """Return the identity and the number of ids of a tokenizer, also of a file that cannot be converted.
-
-    The identity of such a file is the SHA-256 of its JSON content, without regard to white space and order of keys.
-    """
-    if record.is_number:
-        return "", int(record.tokenizer.removeprefix("ids:"))
-    try:
-        tokenizer = load_tokenizer(record)
-        return tokenizer.sha256, tokenizer.n_vocab
-    except NotConvertible:
-        try:
-            content = json.loads(record.tokenizer_json)
-            vocabulary = content["model"]["vocab"]
-            ids = [token["id"] for token in content.get("added_tokens") or []]
-            ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-            n_vocab = max(ids) + 1
-        except (ValueError, TypeError, KeyError, RecursionError):
-            n_vocab = 0
-        if not 0 < n_vocab <= 2**24:
-            raise
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(), n_vocab
-
-
-def document_id_of(record: TokenizerRecord, folder: Path) -> int | None:
-    """Return the id of the token that begins every document; None if it is missing in a file that is not converted."""
-    try:
-        return load_tokenizer(record, folder).document_id
-    except NotConvertible as error:
-        try:
-            content = json.loads(record.with_json(folder).tokenizer_json or "{}")
-            ids = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise error from None
-        return ids.get(record.document_token)
-
-
-def check_recorded(record: TokenizerRecord, folder: Path) -> None:
-    """Check that the tokenizer of a record exists, in the record or in a folder, and that it has the identity."""
-    try:
-        load_tokenizer(record, folder)
-    except NotConvertible as error:
-        try:
-            sha256, _ = identify(record.with_json(folder)._replace(tokenizer_sha256=""))
-        except NotConvertible:
-            raise error from None  # the first error names the file
-        if record.tokenizer_sha256 not in ("", sha256):
-            raise
+def _from_json(text: str, where: str, document_token: str, expected_sha256: str) -> Tokenizer:
+    bpe = read_bpe(text)
+    if bpe:
+        pattern = bpe.encoding._pat_str
+        tokenizer = Tokenizer(bpe.encoding, pattern, document_token, bpe.is_nfc, text, bpe.literals, where)
+        # An identity with a pattern is recorded only after the comparison, which needs the library.
+        if tokenizer.sha256 == expected_sha256 or gives_ids_of(bpe, text, tokenizer.library):
+            return tokenizer
+    tokenizer = Tokenizer(None, "", document_token, json=text, where=where)
+    if tokenizer.n_vocab > MOST_IDS:
+        raise UserError(f"{where}: the largest id is {tokenizer.n_vocab - 1:,}; expected less than {MOST_IDS:,}")
+    return tokenizer
 
 
 def record_named(name: str) -> TokenizerRecord:
     """Return the record of the tokenizer that --tokenizer names, with the text of its file, if any."""
-    record = TokenizerRecord(name)
     if name.startswith("bpe:"):
         raise UserError(f"--tokenizer {name}: expected the path of the {TOKENIZER_JSON} that was trained")
-    if not record.is_file:
+    name = file_of(name)
+    record = TokenizerRecord(name)
+    if not (record.is_file or name.endswith(SENTENCE_PIECE)):
         return record
-    record = record._replace(tokenizer_json=fetch_json(name))
-    return record._replace(tokenizer_sha256=identify(record)[0])
+    path = Path(name)
+    if name.startswith("hf:"):
+        repo = hub.find_repo("model", name.removeprefix("hf:"))
+        path = hub.fetch(repo, TOKENIZER_JSON)
+        with suppress(UserError):  # it has none
+            hub.fetch(repo, TOKENIZER_CONFIG)
+    text = read_text(path)
+    warn_of_neighbours(path, text)
+    record = replace(record, tokenizer_json=text)
+    return replace(record, tokenizer_sha256=load_tokenizer(record).sha256)
 
 
-def fetch_json(name: str) -> str:
-    """Return the tokenizer.json that --tokenizer names: hf:NAME[@REVISION], or a path."""
-    if not name.startswith("hf:"):
-        return read_text(Path(name))
-    return read_text(hub.fetch(hub.find_repo("model", name.removeprefix("hf:")), TOKENIZER_JSON))
+def file_of(name: str) -> str:
+    """Return the name of a tokenizer, with the tokenizer.json if it names a folder."""
+    if name and name not in SIZES and Path(name).is_dir():
+        return f"{name}/{TOKENIZER_JSON}"
+    return name
 
 
 def read_text(path: Path) -> str:
     """Read a tokenizer.json."""
+    model = path.with_suffix(SENTENCE_PIECE)
+    if model == path or (model.exists() and not path.exists()):
+        raise UserError(
+            f"{model}: a model of SentencePiece; expected a {TOKENIZER_JSON}. To write one: pip install transformers "
+            f"sentencepiece protobuf, then {TO_SAVE.format(path.parent)}"
+        )
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        foreign = what_it_begins_as(path)
+        if foreign:
+            raise UserError(f"{path}: {foreign}")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); expected a {TOKENIZER_JSON}") from error
     if not text:
@@ -363,23 +387,58 @@ def read_text(path: Path) -> str:
     return text
 
 
+def warn_of_neighbours(path: Path, text: str) -> None:
+    """Warn if files beside a tokenizer.json change the ids that transformers gives."""
+    changes = []
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # broken files change nothing
+        content = json.loads(text)
+        own = {token["content"]: token["id"] for token in content["added_tokens"]}
+        config = _neighbour(path, TOKENIZER_CONFIG)
+        added = _neighbour(path, "added_tokens.json")
+        for i, token in config.get("added_tokens_decoder", {}).items():
+            added[token["content"]] = int(i)
+        changes = [f"the token {token!r} with the id {i}" for token, i in added.items() if own.get(token) != i]
+        if config.get("add_prefix_space") and content["pre_tokenizer"].get("add_prefix_space") is False:
+            changes.append("a space before each text")
+    if changes:
+        say(
+            f"warning: {path}: other files of its folder add {shorten(', '.join(changes), 200)}; only transformers "
+            f"follows them. To have it in {TOKENIZER_JSON}: {TO_SAVE.format(path.parent)}"
+        )
+
+
+def _neighbour(path: Path, name: str) -> dict:
+    """Return the content of a JSON file in the same folder; {} if there is none."""
+    if not (path.parent / name).exists():
+        return {}
+    return json.loads((path.parent / name).read_bytes())
+
+
 def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[str], object]) -> Tokenizer | None:
     """Return rank 0's tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
     record = ranks.broadcast(record)
     try:
         ranks.on_main(lambda: load_tokenizer(record))  # a download of rank 0 is in the cache of the other ranks
-        return ranks.on_each(lambda: load_tokenizer(record))
+        tokenizer = ranks.on_each(lambda: load_tokenizer(record))
+        _ = tokenizer.document_id  # begins samples; raises if it is missing
     except UserError as error:
         warn(f"no samples, HellaSwag or bits per byte in this run: {error}")
         return None
+    if not tokenizer.num_bytes.any():
+        warn(f"no bits per byte in this run: the tokens of {record.tokenizer} do not show the bytes of a text")
+    return tokenizer
 
 
 def vocab_size_of(record: TokenizerRecord) -> int:
-    """Return the number of ids of a tokenizer; gpt2, the most common one, needs no vocabulary for it."""
+    """Return the number of ids of a tokenizer."""
     name = record.tokenizer
+    if name in SIZES:
+        return SIZES[name]
+    if record.is_number:
+        return int(name.removeprefix("ids:"))
     if name.startswith("bpe:") and not record.tokenizer_json:
         return vocab_size_to_train(name)
-    return 50257 if name == "gpt2" else identify(record)[1]
+    return load_tokenizer(record).n_vocab
 
 
 def vocab_size_to_train(name: str) -> int:

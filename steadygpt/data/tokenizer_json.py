@@ -1,141 +1,196 @@
-"""Conversion of byte-level BPE between a tokenizer.json of the library `tokenizers` and a tiktoken.Encoding."""
+"""Byte-level BPE in a tokenizer.json of the library `tokenizers`, as tiktoken has it."""
 
 import json
 import math
 import re
 from itertools import pairwise
 from textwrap import shorten
+from typing import TYPE_CHECKING, NamedTuple
 from unicodedata import normalize
 
 import tiktoken
 
 from steadygpt.base.options import UserError
 
-ACCEPTED = (
-    "byte-level BPE: normalizer none or NFC, pre_tokenizer ByteLevel without a prefix space, perhaps after one Split "
-    "by a regular expression, decoder ByteLevel, ids in the order of the merges, and the ids that the library "
-    "tokenizers gives"
-)
+if TYPE_CHECKING:
+    import tokenizers
+
+MOST_IDS = 2**24
 # The added tokens that are not special, text -> id: those to find before NFC, and those to find after it.
 Literals = tuple[dict[str, int], dict[str, int]]
 # ByteLevel's regular expression as tiktoken writes it. It is a constant, because it is part of the identity.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# Regular expressions that mean the same in both libraries. The meanings of ^, $, \w, (?i:ss) and {1,3}+, for example,
-# differ.
-_ESCAPE = r"\\[pP]\{\w+\}|\\[sSdDrnt\\/.'\-\[\](){}|+*?^$]"
-_CLASS = rf"\[\^?(?:{_ESCAPE}|(?!--)[^\\\[\]&~])+\]"
-_CONTRACTIONS = r"\(\?i:(?:'?(?:[sdmt]|\[sdmt\]|ll|ve|re)(?:\||(?=\))))+\)"
-_COMMON = re.compile(
-    rf"(?:{_ESCAPE}|{_CLASS}|{_CONTRACTIONS}|\\z|\(\?!\\S\)|\(\?:|\((?!\?)|[)|]|[?*+][?+]?|"
-    r"\{\d+(?:,\d*)?\}(?![?+])|[^\\\[\](){}|?*+.^$])+"
-)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+# Regular expressions that split a text in the same way in both libraries, as a tokenizer.json has them.
+PATTERNS = {
+    "GPT-2": GPT2_PATTERN.replace("$", r"\z"),
+    "Qwen": _WORDS % r"\p{N}",
+    "two digits": _WORDS % r"\p{N}{1,2}",
+    "Llama 3": _WORDS % r"\p{N}{1,3}",
+    "GPT-4": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++\z|\s*[\r\n]|"
+        r"\s+(?!\S)|\s"
+    ),
+    "GPT-4o": (
+        rf"{_UPPER}*{_LOWER}+{_SUFFIX}?|{_UPPER}+{_LOWER}*{_SUFFIX}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|"
+        rf"{_SPACES}"
+    ),
+    "bytes": r"[\s\S]",
+}
 # GPT-2 writes each printable byte as its character, and the other bytes as the characters from code point 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _CHARACTER = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 _BYTE = {character: byte for byte, character in _CHARACTER.items()}
+SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece
 
 
-def from_json(text: str, where: object) -> tuple[tiktoken.Encoding, bool, Literals]:
-    """Convert a tokenizer.json to an encoding.
+class ByteLevelBpe(NamedTuple):
+    """A tokenizer.json as tiktoken has it."""
 
-    This function refuses only what a comparison of texts would not show reliably. tokenizer_check.py compares the ids
-    with those of the library.
+    encoding: tiktoken.Encoding  # lacks the literals
+    is_nfc: bool  # text is first normalized to Unicode's form NFC
+    literals: Literals
+
+
+def read_library(text: str, where: object) -> "tokenizers.Tokenizer":
+    """Return the library's tokenizer of a tokenizer.json, set to encode the text of special tokens as ordinary text.
 
     Args:
         where: the file, for errors.
-
-    Returns: the encoding, which lacks the literals; whether text is first normalized to Unicode's form NFC; the
-        literals.
     """
     try:
-        return _convert(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        problem = str(error) if type(error) is ValueError else f"not a tokenizer.json ({error!r})"
-        raise refusal(where, shorten(problem, 300)) from error
+        import tokenizers
+    except ImportError:
+        raise UserError(f"{where}: needs the library tokenizers. Try: pip install tokenizers") from None
+    try:
+        library = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises no other type
+        problem = shorten(str(error), 300)
+        raise UserError(f"{where}: not a tokenizer.json that the library tokenizers reads ({problem})") from error
+    library.encode_special_tokens = True
+    library.no_truncation()
+    library.no_padding()
+    if getattr(library.model, "dropout", None):
+        library.model.dropout = None  # else the ids are random
+    return library
 
 
-class NotConvertible(UserError):
-    """A tokenizer gives ids that tiktoken cannot give, so text can be neither encoded nor decoded."""
+def read_bpe(text: str) -> ByteLevelBpe | None:
+    """Return what tiktoken needs to give the ids of a tokenizer.json; None if it is of another kind.
+
+    The ids of a text without literals, in the form NFC if is_nfc, are equal if gives_ids_of confirms the merges.
+    """
+    try:
+        content = json.loads(text)
+        pattern = _pattern_of(content["pre_tokenizer"])
+        if pattern and content["model"].get("type", "BPE") == "BPE":
+            return _read_bpe(content, pattern)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):  # the library says why
+        pass
+    return None
 
 
-def refusal(where: object, problem: str) -> NotConvertible:
-    """Return the error for a file that is not accepted."""
-    return NotConvertible(f"{where}: {problem}; expected {ACCEPTED}")
-
-
-def _convert(content: dict) -> tuple[tiktoken.Encoding, bool, Literals]:
-    model = content["model"]
-    unsupported = {}
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            unsupported[key] = model[key]
-    if model.get("type", "BPE") != "BPE" or unsupported:
-        raise ValueError(f"found model {model['type']} {json.dumps(unsupported) if unsupported else ''}".rstrip())
-    steps = {}
-    for key in ("normalizer", "pre_tokenizer", "decoder"):
-        step = content.get(key)
-        if step:  # a Sequence has its steps in "normalizers", "pretokenizers" or "decoders"
-            steps[key] = next((step[name] for name in step if name.endswith("ers")), [step])
-        else:
-            steps[key] = []
-
-    def refused(key: str) -> ValueError:
-        return ValueError(f"found {key} {shorten(json.dumps(content.get(key)), 200)}")
-
-    match steps["pre_tokenizer"]:
+def _pattern_of(pre_tokenizer: dict) -> str:
+    """Return the pattern of a pre-tokenizer that is known to split as tiktoken does, or ""."""
+    match pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
         case [{"type": "ByteLevel", "add_prefix_space": False, **rest}] if rest.get("use_regex", True):
-            pattern = GPT2_PATTERN
+            return GPT2_PATTERN
         case [
             {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ] if _COMMON.fullmatch(regex):
-            pattern = regex.replace(r"\z", "$")
-        case _:
-            raise refused("pre_tokenizer")
-    if [step["type"] for step in steps["normalizer"]] not in ([], ["NFC"]):
-        raise refused("normalizer")
-    if [step["type"] for step in steps["decoder"]] != ["ByteLevel"]:
-        raise refused("decoder")
+        ] if regex in PATTERNS.values():
+            return regex.replace(r"\z", "$")
+    return ""
 
-    added: dict[str, int] = {}
+
+def _read_bpe(content: dict, pattern: str) -> ByteLevelBpe | None:
+    model = content["model"]
+    normalizer = content.get("normalizer") or {"normalizers": []}
+    normalizers = [step["type"] for step in normalizer.get("normalizers", [normalizer])]
+    if normalizers not in ([], ["NFC"]) or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    special: dict[str, int] = {}
     literals: Literals = {}, {}
     for token in content.get("added_tokens") or []:
-        text = token["content"]
-        added[text] = token["id"]
+        added = token["content"]
         if token.get("special"):
-            continue
-        if has_space_within(text):
-            raise ValueError(f"found the added token {text!r} with a space within, but without special")
-        is_after_nfc = bool(token.get("normalized"))
-        if is_after_nfc and steps["normalizer"]:
-            text = normalize("NFC", text)
-        literals[is_after_nfc][text] = token["id"]
-    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    merged = {left + right for left, right in merges}
-    # The vocabulary may also list added tokens, without a merge.
-    vocab = {token: rank for token, rank in model["vocab"].items() if token in merged or added.get(token) != rank}
-    foreign = [token for token in vocab if not _BYTE.keys() >= {*token}]
-    if foreign:
-        raise ValueError(f"found the token {foreign[0]!r}, which is not written in the characters of bytes")
-    ranks = {bytes(map(_BYTE.__getitem__, token)): rank for token, rank in vocab.items()}
-    ids = [*ranks.values(), *(i for token, i in added.items() if ranks.get(token.encode()) != i)]
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
-        raise ValueError(f"found no token for the byte {missing[0]}")
-    if len({*ids}) < len(ids) or min(ids) < 0 or max(ids) >= 2**24:
-        raise ValueError(
-            f"found ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens, not unique or out of range"
-        )
-    literal_ids = {*literals[0].values(), *literals[1].values()}
-    special = {text: i for text, i in added.items() if i not in literal_ids}
+            special[added] = token["id"]
+        elif token.get("normalized"):
+            literals[1][normalize("NFC", added) if normalizers else added] = token["id"]
+        else:
+            literals[0][added] = token["id"]
+    merged = {"".join(merge) for merge in merges_of(model)}
+    added_ids = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    ranks: dict[bytes, int] = {}
+    for token, i in model["vocab"].items():
+        if token in merged or added_ids.get(token) != i:  # the vocabulary may also list added tokens, without a merge
+            ranks[bytes(_BYTE[character] for character in token)] = i
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        return None
+    ids = [*ranks.values(), *(i for token, i in added_ids.items() if ranks.get(token.encode()) != i)]
+    if len({*ids}) < len(ids) or max(ids) >= MOST_IDS:
+        return None
     encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    return encoding, bool(steps["normalizer"]), literals
+    return ByteLevelBpe(encoding, bool(normalizers), literals)
 
 
-def has_space_within(token: str) -> bool:
-    """Return whether a long text could be cut inside this token (see cut_at of steadygpt/prepare/documents.py)."""
-    return bool(re.search(r"\S ", token))
+def merges_of(model: dict) -> list[list[str]]:
+    """Return the pairs of tokens that a BPE merges, in order; older files have them as strings."""
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+
+
+def gives_ids_of(bpe: ByteLevelBpe, text: str, library: "tokenizers.Tokenizer") -> bool:
+    """Return whether two orders of merging are equal: the lowest id first, as tiktoken does, and the order of the list.
+
+    They are equal under two conditions: the ids never decrease in the order of the list, and the library merges the
+    bytes of each token to this token. Then one pair forms each token, the same in both orders, because the bytes
+    inside a token merge as they do alone. The ids of added tokens are compared too.
+
+    Args:
+        text: of the tokenizer.json.
+    """
+    content = json.loads(text)
+    model = content["model"]
+    merged = [model["vocab"]["".join(merge)] for merge in merges_of(model)]
+    if merged != sorted(merged):
+        return False
+    for token in content.get("added_tokens") or []:
+        if library.token_to_id(token["content"]) != token["id"]:
+            return False
+    for special in bpe.encoding._special_tokens:  # which may be in the vocabulary
+        if library.encode(special, add_special_tokens=False).ids != bpe.encoding.encode_ordinary(special):
+            return False
+    library.model.ignore_merges = False  # if true, a piece that is one token would not be merged from its bytes
+    merges_agree = True
+    for token, i in bpe.encoding._mergeable_ranks.items():
+        if [part.id for part in library.model.tokenize(to_characters(token))] != [i]:
+            merges_agree = False
+            break
+    library.model.ignore_merges = bool(model.get("ignore_merges"))
+    return merges_agree
+
+
+def bytes_of_tokens(text: str, library: "tokenizers.Tokenizer") -> dict[int, bytes]:
+    """Return the bytes of each id of any tokenizer.json, as far as its decoder shows them."""
+    decoder = json.dumps(json.loads(text).get("decoder"), ensure_ascii=False)
+    bytes_of = {}
+    for token, i in library.get_vocab(with_added_tokens=False).items():
+        if '"ByteLevel"' in decoder and _BYTE.keys() >= {*token}:
+            bytes_of[i] = bytes(_BYTE[character] for character in token)
+        elif '"ByteFallback"' in decoder and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            bytes_of[i] = bytes([int(token[3:5], 16)])
+        elif SPACE in decoder:
+            bytes_of[i] = token.replace(SPACE, " ").encode()
+        else:
+            bytes_of[i] = token.encode()
+    for i, added in library.get_added_tokens_decoder().items():
+        bytes_of[i] = added.content.encode()
+    return bytes_of
 
 
 def to_characters(token: bytes) -> str:

@@ -8,21 +8,23 @@ before.
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
-from steadygpt.base.durable import fsync, lines_from_end
+from msgspec import Meta
+
+from steadygpt.base.durable import fsync, replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.typed import Count, parse_json, read_json
+from steadygpt.base.typed import Count, Number, parse_json, read_json
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LOGS = (LOG, METRICS)  # which a run only appends to
-LINE = re.compile(rb'\{"step": (\d{1,18}), (?:"time": [\d.]+, "first_step": (\d{1,18}), )?')  # beginning of any line
-Record = dict[str, float | None]  # "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# "step", "time" and what was measured; None: NaN or infinity, which JSON lacks
+Record = dict[str, Integer | Number | None]
 
 
 class LaunchLine(TypedDict):
@@ -34,7 +36,6 @@ class LaunchLine(TypedDict):
     id: str  # of the launch
     parent: str  # id of the launch that wrote the checkpoint; "" for a new run
     how: dict[str, Any]  # what determines a step besides the checkpoint, by name
-    wandb: str  # id of the run in Weights & Biases, "" if it is not online
 
 
 # fmt: off
@@ -80,12 +81,9 @@ class LineFile:
             return True
 
 
-class Metrics(LineFile):
-    """metrics.jsonl: a line of JSON for each record."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write a record."""
-        self.write(json.dumps({"step": step, "time": round(time.time(), 3), **without_nan(values)}))
+def line_of(step: int, values: Mapping[str, Any]) -> str:
+    """Return a line of metrics.jsonl."""
+    return json.dumps({"step": step, "time": round(time.time(), 3), **without_nan(values)})
 
 
 def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,61 +91,54 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def segments(path: Path, first_step: float = 0, key: str = "step") -> Iterator[tuple[LaunchLine, list[Record]]]:
-    """Yield the launches in a metrics.jsonl, the last one first, each with the records that no later launch repeats.
-
-    The file is read from its end, and only as far as the caller iterates. Broken lines are skipped, and so are records
-    before `first_step` or without `key`.
-    """
-    records: list[Record] = []
-    end: float = math.inf  # the step at which later launches begin
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in lines_from_end(file):
-            match = LINE.match(line)
-            if not match:
-                continue
-            with suppress(UserError):
-                if match[2]:
-                    launch = parse_json(line, LaunchLine, path, "")
-                    yield launch, records[::-1]
-                    records = []
-                    end = min(end, launch["first_step"])
-                elif first_step <= int(match[1]) < end and b'"%s": ' % key.encode() in line:
-                    records.append(parse_json(line, Record, path, ""))
-
-
 def launches_from(
-    path: Path, offset: int, launch: Mapping[str, Any]
+    path: Path, offset: int = 0, launch: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Mapping[str, Any], list[Record]]]:
     """Yield the launches in a metrics.jsonl from an offset on, each with its records, in the order of the file.
 
+    Broken lines are skipped.
+
     Args:
-        launch: the one whose records are at the offset.
+        launch: the one whose records are at the offset; None if a LaunchLine is there.
     """
     records: list[Record] = []
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(offset)
         for line in file:
-            match = LINE.match(line)
-            if not match:
-                continue
             with suppress(UserError):  # a power cut has broken the line
-                if match[2]:
+                if b'"first_step": ' in line:
                     next_launch = parse_json(line, LaunchLine, path, "")
-                    yield launch, records
+                    if launch:
+                        yield launch, records
                     launch = next_launch
                     records = []
-                else:
-                    records.append(parse_json(line, Record, path, ""))
-    yield launch, records
+                    continue
+                record = parse_json(line, Record, path, "")
+                if record.get("step") is not None:
+                    records.append(record)
+    if launch:
+        yield launch, records
 
 
 def read_records(path: Path, key: str = "step") -> list[Record]:
     """Return the records of a metrics.jsonl that have a key and that no later launch repeats, from the first on."""
-    records = []
-    for _, segment in reversed([*segments(path, key=key)]):
-        records += segment
+    records: list[Record] = []
+    for launch, segment in launches_from(path):
+        earlier = [record for record in records if (record["step"] or 0) < launch["first_step"]]
+        records = earlier + [record for record in segment if key in record]
     return records
+
+
+def write_status(folder: Path, facts: Mapping[str, Any], durable: bool) -> None:
+    """Replace status.json."""
+    path = folder / STATUS
+    content = f"{json.dumps({**facts, 'updated_at': time.time()}, indent=2)}\n".encode()
+    try:
+        replace_file(path, lambda file: file.write(content), durable)
+    except OSError:  # a full disk has no room for a second file
+        with path.open("r+b") as file:
+            file.write(content)
+            file.truncate()
 
 
 def read_status(folder: Path) -> Status:

@@ -5,33 +5,33 @@ validation loss of one step belong to the same weights. Logs are only appended t
 the steps from s on again, after a line of its own (see metrics.py).
 """
 
-import json
 import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from steadygpt.base.durable import leads_to_lock, replace_file
+from torch import nn
+
+from steadygpt.base.durable import leads_to_lock
 from steadygpt.base.options import UserError, mute
 from steadygpt.base.retry import brief
 from steadygpt.base.text import columns_of, duration_text, fitting, labelled, printable
 from steadygpt.config import TrainConfig
 from steadygpt.log.alerts import Alerts
-from steadygpt.log.metrics import LOG, METRICS, STATUS, LineFile, Metrics, without_nan
-from steadygpt.log.system import SystemMetrics
+from steadygpt.log.metrics import LOG, LOGS, METRICS, STATUS, LineFile, line_of, without_nan, write_status
+from steadygpt.log.system import measure_load
 from steadygpt.log.tensorboard import TensorBoard
-from steadygpt.log.wandb_sink import WandbSink
+from steadygpt.log.wandb_sink import open_wandb
 from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
-LOAD_S = 10.0  # between measurements of GPUs, CPU and memory
+LOAD_S = 10.0  # at least, between measurements of GPUs and memory
 MAX_WARNINGS = 5  # the last ones are in status.json
 STEP_FORMS = {
     "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
@@ -57,6 +57,7 @@ class RunLog:
         self.max_steps = config.max_steps
         self.lock = threading.RLock()
         self.failed: set[str] = set()  # files and sinks that could not be written to, each reported once
+        self.unmeasured: dict[str, str] = {}  # see measure_load()
         self.facts: dict[str, Any] = {  # of status.json
             "status": "running", "reason": "", "doing": "starting", "warnings": [], "run_name": config.name,
             "step": 0, "max_steps": config.max_steps,
@@ -64,31 +65,31 @@ class RunLog:
             "host": socket.gethostname(), "pid": os.getpid(),
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
-        self.sinks: dict[str, Any] = {}  # by name, each with some of the methods that tell() calls; {}: only print
-        self.launch: dict[str, Any] = {}  # see metrics.LaunchLine
+        self.load_at_s = -math.inf
+        self.files: dict[str, LineFile] = {}  # LOGS; {}: only print
+        self.tensorboard: TensorBoard | None = None
+        self.wandb: Any = None
+        self.alerts: Alerts | None = None
+        self.launch: Mapping[str, Any] = {}  # see metrics.LaunchLine
         self.early: list[str] = []  # lines for log.txt from before it was opened
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
         """Open the files and sinks of a run, on rank 0; `launch` has "run", "id", "parent" and "how" of LaunchLine."""
         config = self.config
-        folder = Path(config.checkpoint_dir)
-        self.sinks = {LOG: LineFile(folder / LOG), METRICS: Metrics(folder / METRICS)}
+        self.launch = launch
+        self.files = {name: LineFile(Path(config.checkpoint_dir, name)) for name in LOGS}
         self.note(step=first_step)
-        with self._surviving(LOG):
-            for line in self.early:
-                self.sinks[LOG].write(line)
+        for line in self.early:
+            self._attempt(LOG, self.files[LOG].write, line)
         self.early = []
-        wandb = WandbSink(config, launch, self.warn) if config.use_wandb else None
-        self.launch = {**launch, "wandb": wandb.id if wandb else ""}
-        self.sinks[METRICS].log(first_step, {"first_step": first_step, **self.launch})
-        if wandb:
-            self.say(labelled("wandb", wandb.place))
-            self.sinks["wandb"] = wandb
+        self._attempt(METRICS, self.files[METRICS].write, line_of(first_step, {"first_step": first_step, **launch}))
+        if config.use_wandb:
+            self.wandb = open_wandb(config, launch["run"], self.warn)
+            self.say(labelled("wandb", str(self.wandb.settings.sync_dir if self.wandb.offline else self.wandb.url)))
         if config.use_tensorboard:
-            self.sinks["TensorBoard"] = TensorBoard(config, first_step)
+            self.tensorboard = TensorBoard(config, first_step)
         if config.alert_url:
-            self.sinks["alerts"] = Alerts(config.alert_url, config.name, self.warn)
-        self.sinks["system"] = SystemMetrics(LOAD_S, self.ranks.device, self.load, self.warn)
+            self.alerts = Alerts(config.alert_url, config.name, self.warn)
 
     def step(
         self,
@@ -113,53 +114,66 @@ class RunLog:
                     shown[name] = form.format(numbers[name])
             shown |= {name: f"{name} {value:.4g}" for name, value in metrics.items()}
             shown |= {"share": f"{(step + 1) / self.max_steps:.1%}", "left": f"ETA {duration_text(left_s)}"}
-            brief = fitting(shown, columns_of(sys.stdout), [*metrics, *EXPENDABLE])
-            self._record("train", step, {**numbers, **metrics}, " | ".join(shown.values()), brief)
+            self.say(" | ".join(shown.values()), brief=fitting(shown, columns_of(sys.stdout), [*metrics, *EXPENDABLE]))
+            self._record("train", step, {**numbers, **metrics})
+            if self.files and time.monotonic() - self.load_at_s >= LOAD_S:
+                self._record_load(step)
         left = {} if is_first else {"eta_s": round(left_s)}
         self.note(doing="training", step=step + 1, **numbers, **metrics, **left, **facts)
         self.beat()
 
     def evaluation(self, step: int, result: str, **scores: float | None) -> None:
         """Log the result of an evaluation after `step` updates, in words and numbers."""
-        self._record("eval", step, scores, f"step {step}/{self.max_steps} | {result}")
+        self.say(f"step {step}/{self.max_steps} | {result}")
+        self._record("eval", step, scores)
 
     def text(self, step: int, text: str) -> None:
         """Log a text that the model generates at this step."""
         self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
-        self.tell("text", step, text)
+        if self.tensorboard:
+            self._attempt("TensorBoard", self.tensorboard.text, step, text)
+        if self.wandb:
+            self._attempt("W&B", self.wandb.log, {"step": step, "sample": text})
 
-    def load(self, metrics: Mapping[str, float]) -> None:
-        """Record the machine's load with the number of the current step, and in status.json."""
-        self._record("system", self.facts["step"], metrics)
-        self.note(load=dict(metrics))
+    def histograms(self, step: int, model: nn.Module) -> None:
+        """Log histograms of a model's parameters and gradients."""
+        if self.tensorboard:
+            self._attempt("TensorBoard", self.tensorboard.histograms, step, model)
 
-    def _record(
-        self, group: str, step: int, numbers: Mapping[str, float | None], line: str = "", brief: str = ""
-    ) -> None:
-        """Write a line of text, if there is one, and numbers to the sinks, as curves of a group."""
+    def _record(self, group: str, step: int, numbers: Mapping[str, float | None]) -> None:
+        """Write numbers to the sinks, as curves of a group."""
+        if not self.files:
+            return
         measured = {name: number for name, number in numbers.items() if number is not None}
-        with self.lock:
-            if line:
-                self.say(line, brief=brief)
-            self.tell("log", step, measured)
-            self.tell("curves", step, measured, group)
+        self._attempt(METRICS, self.files[METRICS].write, line_of(step, measured))
+        if self.tensorboard:
+            self._attempt("TensorBoard", self.tensorboard.curves, step, measured, group)
+        if self.wandb:
+            self._attempt("W&B", self.wandb.log, {"step": step, **measured})
 
-    def tell(self, method: str, *args: object) -> None:
-        """Call a method of the sinks that have it."""
-        for name, sink in reversed(self.sinks.items()):  # log.txt is closed last, because other sinks may warn
-            if hasattr(sink, method):
-                with self._surviving(name):
-                    getattr(sink, method)(*args)
+    def _record_load(self, step: int) -> None:
+        """Measure the machine's load, and record it also in status.json."""
+        self.load_at_s = time.monotonic()
+        known = len(self.unmeasured)
+        load = measure_load(self.ranks.device, self.unmeasured)
+        if len(self.unmeasured) > known:
+            reasons = "; ".join(dict.fromkeys(self.unmeasured.values()))
+            self.warn(f"cannot measure {', '.join(self.unmeasured)}: {reasons}; training continues")
+        if load:
+            self._record("system", step, load)
+        self.note(load=load)
 
-    @contextmanager
-    def _surviving(self, name: str):
-        """Report an OSError inside, such as on a full disk, once: records are lost, but the run continues."""
+    def _attempt(self, name: str, action: Callable[..., object], *args: object) -> None:
+        """Call action(*args) of a file or sink; its first failure is reported: records are lost, but the run continues.
+
+        A full disk raises OSError, and wandb its own errors.
+        """
         try:
-            yield
-        except OSError as error:
+            action(*args)
+        except Exception as error:
             if name not in self.failed:
                 self.failed.add(name)
-                self.warn(f"cannot write to {name}: {error}; training continues")
+                self.warn(f"cannot write to {name}: {brief(error)}; training continues")
 
     def say(self, text: str, stream: TextIO | None = None, brief: str = "") -> None:
         """Write lines of text to the console, where `brief` may replace them, and to log.txt."""
@@ -171,9 +185,8 @@ class RunLog:
                     print(printable(brief) or text, file=stream, flush=True)
                 except OSError:  # the terminal was closed, or the reader of a pipe has exited; training continues
                     mute(stream)
-            if self.sinks:
-                with self._surviving(LOG):
-                    self.sinks[LOG].write(text)
+            if self.files:
+                self._attempt(LOG, self.files[LOG].write, text)
             else:
                 self.early.append(text)
 
@@ -182,14 +195,14 @@ class RunLog:
         self.say(f"warning: {line}", sys.stderr)
         with self.lock:
             self.note(warnings=[*self.facts["warnings"], line][-MAX_WARNINGS:])
-        if event:
-            self.tell("send", event, line)
+        if event and self.alerts:
+            self.alerts.send(event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
         """Write status.json: running, stopped, finished or failed. torchrun's exit status does not tell these apart."""
         doing = "starting" if status == "running" else None
         self.note(status=status, reason=reason, doing=doing, summary=list(summary), **facts)
-        self._write_status(durable=True)
+        self.beat(now=True)
         progress = f"at step {self.facts['step']:,} of {self.max_steps:,}"
         if reason:
             progress += f" ({reason})"
@@ -199,31 +212,20 @@ class RunLog:
             event = "resumed"
         else:
             event = "started"
-        self.tell("send", event, " | ".join([progress, *summary]))
+        if self.alerts:
+            self.alerts.send(event, " | ".join([progress, *summary]))
 
     def note(self, **facts: object) -> None:
         """Set facts of status.json; a fact that is None, NaN or infinity is removed."""
         with self.lock:
             self.facts = {name: fact for name, fact in without_nan(self.facts | facts).items() if fact is not None}
 
-    def beat(self) -> None:
-        """Renew status.json if that is due, as a sign that the training thread makes progress."""
-        if time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
-            self._write_status(durable=False)
-
-    def _write_status(self, durable: bool) -> None:
-        self.heartbeat_at_s = time.monotonic()
-        if not self._owns_folder():
-            return
-        path = Path(self.config.checkpoint_dir, STATUS)
-        content = f"{json.dumps({**self.facts, 'updated_at': time.time()}, indent=2)}\n".encode()
-        with self._surviving(STATUS):
-            try:
-                replace_file(path, lambda file: file.write(content), durable)
-            except OSError:  # a full disk has no room for a second file
-                with path.open("r+b") as file:
-                    file.write(content)
-                    file.truncate()
+    def beat(self, now: bool = False) -> None:
+        """Renew status.json if that is due, as a sign that the training thread makes progress; or now, and durably."""
+        if now or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
+            self.heartbeat_at_s = time.monotonic()
+            if self._owns_folder():
+                self._attempt(STATUS, write_status, Path(self.config.checkpoint_dir), self.facts, now)
 
     def _owns_folder(self) -> bool:
         """Return whether the path of the run's folder still leads to the folder that this process has locked."""
@@ -232,28 +234,32 @@ class RunLog:
     def flush(self) -> None:
         """Make everything written so far durable; open files anew that were removed or rotated."""
         with self.lock:
-            for name, kind in ((LOG, LineFile), (METRICS, Metrics)):
-                sink = self.sinks.get(name)
-                if sink and sink.is_replaced() and self._owns_folder():
-                    with self._surviving(name):
-                        self.sinks[name] = kind(sink.path)
-                        sink.close()
-                        if name == METRICS:
-                            step = self.facts["step"]
-                            self.sinks[name].log(step, {"first_step": step, **self.launch})
-                        self.warn(f"{sink.path}: was removed or renamed during the run; opened anew")
-        self.tell("flush")
+            for name in self.files:
+                if self.files[name].is_replaced() and self._owns_folder():
+                    self._attempt(name, self._open_anew, name)
+                self._attempt(name, self.files[name].flush)
+        if self.tensorboard:
+            self._attempt("TensorBoard", self.tensorboard.flush)
+
+    def _open_anew(self, name: str) -> None:
+        replaced = self.files[name]
+        self.files[name] = LineFile(replaced.path)
+        replaced.close()
+        if name == METRICS:
+            step = self.facts["step"]
+            self._attempt(METRICS, self.files[METRICS].write, line_of(step, {"first_step": step, **self.launch}))
+        self.warn(f"{replaced.path}: was removed or renamed during the run; opened anew")
 
     def size_of(self, name: str) -> int:
         """Return the bytes of LOG or METRICS."""
-        return self.sinks[name].file.tell()
+        return self.files[name].file.tell()
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Record in status.json a run that has ended before its first step; nothing if it was refused."""
-        is_refused = isinstance(error, UserError) and not self.sinks
+        is_refused = isinstance(error, UserError) and not self.files
         if error and self.facts["status"] == "running" and not is_refused:
             if isinstance(error, KeyboardInterrupt):
                 reason = f"{str(error) or 'SIGINT'} before the first step"
@@ -264,6 +270,16 @@ class RunLog:
         self.close()
 
     def close(self) -> None:
-        self.tell("flush")
-        self.tell("close")
-        self.sinks = {}
+        """Close all sinks; the files come last, because the others may warn."""
+        if self.alerts:
+            self.alerts.close()
+        if self.wandb:
+            self._attempt("W&B", self.wandb.finish)
+        if self.tensorboard:
+            self._attempt("TensorBoard", self.tensorboard.close)
+        self.alerts = self.wandb = self.tensorboard = None
+        self.flush()
+        with self.lock:
+            for name, file in self.files.items():
+                self._attempt(name, file.close)
+            self.files = {}

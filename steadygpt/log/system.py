@@ -1,18 +1,17 @@
-"""Load of the machine while it trains, as the monitor and TensorBoard show it: CPU, RAM and GPUs, measured by a thread.
+"""Load of the machine while it trains, as the monitor and TensorBoard show it: RAM and GPUs.
 
-Needs psutil for CPU and RAM, and nvidia-ml-py for GPUs. What cannot be measured is left out.
+GPUs need nvidia-ml-py. RAM is known on Linux.
 """
 
 import os
-import threading
+import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 
 import torch
 
 from steadygpt.base.retry import brief
-from steadygpt.machine.host import CGROUP, container_limit_bytes
+from steadygpt.machine.host import CGROUP, available_memory_bytes, container_limit_bytes
 
 # Of the GPU of a local rank. torch.cuda.mem_get_info() would create a context on each of the other ranks' GPUs.
 GPU_METRICS: dict[str, Callable[[int], float]] = {
@@ -23,65 +22,40 @@ GPU_METRICS: dict[str, Callable[[int], float]] = {
     "watts": lambda gpu: torch.cuda.power_draw(gpu) / 1000,
 }
 HOST_METRICS: dict[str, Callable[[], float]] = {
-    "cpu_percent": lambda: import_module("psutil").cpu_percent(),  # of all cores, since the last call
     "ram_gb": lambda: ram_bytes()[0] / 1e9,
     "ram_total_gb": lambda: ram_bytes()[1] / 1e9,
 }
 
 
-class SystemMetrics:
-    """A thread that measures every `interval_s` seconds until close().
+def measure_load(device: torch.device, failed: dict[str, str]) -> dict[str, float]:
+    """Measure the load of this machine; the names of GPU metrics begin with gpu0_, gpu1_ and so on.
 
     Args:
         device: "cuda" if each of this machine's ranks has a GPU.
-        record: is called in the thread with the metrics by name; those of GPUs begin with gpu0_, gpu1_ and so on.
-        warn: is called in the thread with one line about metrics that fail. They are no longer measured then.
+        failed: name -> error of metrics that are no longer measured; those that fail now are added.
     """
-
-    def __init__(self, interval_s: float, device: torch.device, record: Callable, warn: Callable):
-        self.interval_s = interval_s
-        self.record = record
-        self.warn = warn
-        self.readers = dict(HOST_METRICS)
-        if device.type == "cuda":
-            for gpu in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-                self.readers |= {f"gpu{gpu}_{name}": partial(read, gpu) for name, read in GPU_METRICS.items()}
-        self.closing = threading.Event()
-        self.thread = threading.Thread(target=self._work, name="system metrics", daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        """Stop measuring. A driver that hangs is not waited for."""
-        self.closing.set()
-        self.thread.join(1.0)
-
-    def _work(self) -> None:
-        self._measure()  # psutil measures the CPU's load since the call before, so the first call measures nothing
-        while self.readers and not self.closing.wait(self.interval_s):
-            self.record(self._measure())
-
-    def _measure(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        failed: dict[str, str] = {}
-        for name, read in self.readers.items():
+    readers: dict[str, Callable[[], float]] = {}
+    if sys.platform == "linux":
+        readers |= HOST_METRICS
+    if device.type == "cuda":
+        for gpu in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            readers |= {f"gpu{gpu}_{name}": partial(read, gpu) for name, read in GPU_METRICS.items()}
+    load = {}
+    for name, read in readers.items():
+        if name not in failed:
             try:
-                metrics[name] = read()
+                load[name] = read()
             except Exception as error:  # a GPU that is lost, a driver that is reloaded, a /proc that is denied
                 failed[name] = brief(error)
-        if failed:
-            for name in failed:
-                del self.readers[name]
-            reasons = "; ".join(dict.fromkeys(failed.values()))
-            self.warn(f"cannot measure {', '.join(failed)}: {reasons}; training continues")
-        return metrics
+    return load
 
 
 def ram_bytes() -> tuple[int, int]:
-    """Return the bytes of used and total memory, of the container if it has a limit: psutil reports the host's."""
-    host = import_module("psutil").virtual_memory()
+    """Return the bytes of used and total memory, of the container if it has a limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = container_limit_bytes()
-    if limit >= host.total:
-        return host.total - host.available, host.total
+    if limit >= total:
+        return total - available_memory_bytes(), total
     path = CGROUP / "memory.stat"
     if not path.exists():  # cgroup v1
         path = CGROUP / "memory/memory.stat"

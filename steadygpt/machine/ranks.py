@@ -172,7 +172,7 @@ class Requests:
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours", "saves failed", "folder lost")
-    LONG_S = 2.0  # a step that takes longer is interrupted between two micro-steps
+    LONG_S = 2.0  # where steps take longer, the ranks also agree between two micro-steps
 
     def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
         self.ranks = ranks
@@ -223,33 +223,19 @@ class Requests:
             self.ask("max_hours")
         return [self.asked, self.wants_save, self.step_s]
 
-    def exchange(self) -> None:
-        """Let the ranks agree on their requests now. All ranks call it."""
-        if self.ranks.world_size > 1:
-            self.agreed = self.ranks.max_of(self.own())
+    def check(self, now: bool = False) -> bool:
+        """Stop if the ranks have agreed on it; return whether they have agreed on a timed save. All ranks call it.
 
-    def check(self) -> None:
-        """Stop if the ranks have agreed on it. Raises: Stopped, on all ranks together."""
-        if self.ranks.world_size == 1:
-            self.agreed = self.own()
+        Args:
+            now: let the ranks agree before, also where steps are short.
+
+        Raises: Stopped, on all ranks together.
+        """
+        if now or self.ranks.world_size == 1 or self.agreed[2] > self.LONG_S:
+            self.agreed = self.ranks.max_of(self.own())
         reason = int(self.agreed[0])
         if reason:
             raise Stopped(self.REASONS[reason])
-
-    def check_now(self) -> None:
-        """Let the ranks agree now, and stop if one of them asks for it. Raises: Stopped, on all ranks together."""
-        self.exchange()
-        self.check()
-
-    def check_within_step(self) -> None:
-        """Stop between two micro-steps of a step that takes long. Raises: Stopped, on all ranks together."""
-        if self.agreed[2] > self.LONG_S:
-            self.exchange()
-        self.check()
-
-    @property
-    def save_agreed(self) -> bool:
-        """Whether the ranks have agreed on a timed save."""
         return bool(self.agreed[1])
 
     def forget_save(self) -> None:

@@ -7,22 +7,22 @@
 The index is written last. Only the files in it are checkpoints, so an incomplete upload is never taken for one.
 """
 
-import fcntl
 import json
-import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
+
+from msgspec import Meta
 
 from steadygpt.base.durable import fsync
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import bytes_text
-from steadygpt.base.typed import Count, parse_json, typed
+from steadygpt.base.typed import Count, Id, parse_json, typed
 from steadygpt.checkpoint.files import BACKUP, LATEST, Head, read_checkpoint, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import LOGS
@@ -34,7 +34,8 @@ INDEX = "index.json"
 # Files besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
 OF_FOLDER = "|".join(map(re.escape, LOGS))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
-Name = Annotated[str, r"(latest|latest_backup|best_model|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt"]
+NAME = r"^(latest|latest_backup|best_model(_step_\d{6,})?|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt\Z"
+Name = Annotated[str, Meta(pattern=NAME)]
 PARTS = 4  # of 50 MB each, in memory and under way at once
 SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
@@ -45,7 +46,7 @@ KEEP = 10  # newest rolling checkpoints in a mirror
 class Entry(Head):
     """A checkpoint in the index."""
 
-    file: Annotated[str, r"step_\d{6,}-\d+\.\d{6}\.pt"]
+    file: Annotated[str, Meta(pattern=r"^step_\d{6,}-\d+\.\d{6}\.pt\Z")]
     size: Count  # in bytes
 
 
@@ -53,9 +54,9 @@ class Entry(Head):
 class Index:
     """The content of index.json."""
 
-    run: Annotated[str, "[0-9a-f]{16}"]  # its id; "" in an empty folder
+    run: Id  # its id; "" in an empty folder
     name: str  # of the run
-    writer: Annotated[str, "[0-9a-f]{16}"]  # the launch that uploads
+    writer: Id  # the launch that uploads
     checkpoints: dict[Name, Entry]  # newest first
 
 
@@ -81,7 +82,6 @@ class Mirror:
         self.name = name
         self.writer = secrets.token_hex(8)
         self.is_claimed = False
-        self.sent: dict[str, tuple[int, int]] = {}  # files besides checkpoints -> uploaded size, time of modification
         self.connect()
 
     def connect(self) -> None:
@@ -89,8 +89,7 @@ class Mirror:
         self.store = Store(self.url, SILENCE_S)
         self.fs = self.store.fs
         self.folder = self.store.path
-        self.is_local = "file" in self.fs.protocol  # a folder of this machine
-        if self.is_local and Path(self.folder).exists() and not Path(self.folder).is_dir():
+        if "file" in self.fs.protocol and Path(self.folder).exists() and not Path(self.folder).is_dir():
             raise UserError(f"--mirror {self.url}: not a folder; give that of the mirror")
         self.fs.retries = RETRIES
         self.fs.auto_mkdir = True
@@ -110,14 +109,11 @@ class Mirror:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
             typed({"run_name": index.name}, TrainConfig, f"{self.url}/{INDEX}", advice)
         except FileNotFoundError:
-            names = self.sizes()
-            if any(name.startswith("step_") for name in names):
-                raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
-            run_files = [name for name in names if FILES.fullmatch(name) or name.endswith(".pt")]
-            if run_files:
-                raise UserError(
-                    f"--mirror {self.url}: holds {run_files[0]}, but no mirror; give an empty folder"
-                ) from None
+            for name in self.sizes():
+                if name.startswith("step_"):
+                    raise UserError(f"{self.url}/{INDEX}: missing; {advice}") from None
+                if FILES.fullmatch(name) or name.endswith(".pt"):
+                    raise UserError(f"--mirror {self.url}: holds {name}, but no mirror; give an empty folder") from None
             return Index("", "", "", {})
         if index.checkpoints and self.run not in ("", index.run):
             raise UserError(
@@ -127,31 +123,25 @@ class Mirror:
         return index
 
     def read(self, name: str) -> bytes:
-        if self.is_local:
-            return Path(self.folder, name).read_bytes()
         return self.fs.cat_file(f"{self.folder}/{name}")
 
     def download(self, entry: Entry, folder: Path) -> tuple[Path, dict]:
         """Download a checkpoint to a temporary file in a folder; return the file and its content.
 
-        The download continues one that was interrupted.
-
         Raises: Damaged when the checkpoint is missing, incomplete or corrupt.
         """
         url = f"{self.url}/{entry.file}"
         downloaded = folder / f".{entry.file}.tmp"
-        needed = entry.size - (downloaded.stat().st_size if downloaded.exists() else 0)
+        downloaded.unlink(missing_ok=True)  # of a launch that was killed
         free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise UserError(f"{folder}: {bytes_text(needed)} needed, {bytes_text(free)} free; free some space")
+        if free < entry.size:
+            raise UserError(f"{folder}: {bytes_text(entry.size)} needed, {bytes_text(free)} free; free some space")
         path = self.fs.unstrip_protocol(f"{self.folder}/{entry.file}")
         file = next((file for file in self.store.files() if file.path == path), None)
         if file is None or file.size != entry.size:
             raise Damaged(f"{url}: {'incomplete' if file else 'missing'}")
-        with downloaded.open("ab") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
-            fcntl.flock(target, fcntl.LOCK_EX)  # another command may restore it too
-            bar.update(target.seek(0, os.SEEK_END))
-            for block in file.read(target.tell(), entry.size):
+        with downloaded.open("xb") as target, ProgressBar(desc=entry.file, total=entry.size, unit="B") as bar:
+            for block in file.read(0, entry.size):
                 target.write(block)
                 bar.update(len(block))
             target.flush()
@@ -172,19 +162,18 @@ class Mirror:
         self.is_claimed = True
         return index
 
-    def upload(self, path: Path, entry: Entry, names: list[str], config: TrainConfig, progress: Callable) -> None:
+    def upload(self, path: Path, entry: Entry, names: list[str], config: TrainConfig, sizes: Mapping[str, int]) -> None:
         """Upload a checkpoint unless the mirror has it, the other files of the run, and the index; delete old ones.
 
         The newest checkpoint of the mirror is also its latest.pt, and the one before it the backup.
-        """
-        import fsspec
 
-        sizes = self.sizes()
+        Args:
+            sizes: what the mirror has, see sizes().
+        """
         if sizes.get(entry.file) != entry.size:
-            callback = fsspec.Callback(hooks={"progress": progress})
-            self.fs.put_file(str(path), f"{self.folder}/{entry.file}", callback=callback, max_concurrency=PARTS)
+            self.fs.put_file(str(path), f"{self.folder}/{entry.file}", max_concurrency=PARTS)
         entries = dict(self.claim().checkpoints)  # claimed again: another launch may have claimed the mirror meanwhile
-        self.upload_files(config)
+        self.upload_files(config, sizes)
         # Uploads that fall behind begin with the newest checkpoint, so older ones may come later.
         newest, *older = sorted({entry, *entries.values()}, key=lambda entry: entry.order, reverse=True)
         entries |= dict.fromkeys(names, entry)
@@ -203,16 +192,13 @@ class Mirror:
             if name.startswith("step_"):
                 self.fs.rm_file(f"{self.folder}/{name}")
 
-    def upload_files(self, config: TrainConfig) -> None:
-        """Upload the logs of the run that have changed since they were uploaded last."""
+    def upload_files(self, config: TrainConfig, sizes: Mapping[str, int]) -> None:
+        """Upload the logs of the run whose size is not that in the mirror; a run only appends to them."""
         folder = Path(config.checkpoint_dir)
-        paths = [*folder.iterdir(), *folder.glob(f"{TENSORBOARD}/*")]
-        for name in filter(FILES.fullmatch, (path.relative_to(folder).as_posix() for path in paths)):
-            stat = (folder / name).stat()
-            if self.sent.get(name) != (stat.st_size, stat.st_mtime_ns):
-                content = (folder / name).read_bytes()  # read once, because the file may grow
-                self.fs.pipe_file(f"{self.folder}/{name}", content)
-                self.sent[name] = len(content), stat.st_mtime_ns
+        for path in [*folder.iterdir(), *folder.glob(f"{TENSORBOARD}/*")]:
+            name = path.relative_to(folder).as_posix()
+            if FILES.fullmatch(name) and path.stat().st_size != sizes.get(name):
+                self.fs.pipe_file(f"{self.folder}/{name}", path.read_bytes())  # read once, because the file may grow
 
     def _write(self, checkpoints: dict[Name, Entry]) -> None:
         index = Index(self.run, self.name, self.writer, checkpoints)

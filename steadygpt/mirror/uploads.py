@@ -18,7 +18,7 @@ from steadygpt.machine.device import compute_alone
 from steadygpt.mirror.store import KEEP, Entry, Mirror
 
 TIMED_S = 600.0  # between uploads of timed saves
-GIVE_UP_S = 600.0  # without progress; after this time, a run no longer waits for an upload
+GIVE_UP_S = 600.0  # a run no longer waits for uploads that have failed for this long
 
 
 def open_uploads(run_id: str, config: TrainConfig, log: RunLog) -> "Uploads":
@@ -50,7 +50,7 @@ class Uploads:
         self.is_last = False
         self.corrupt: set[tuple[float, int]] = set()  # File.order of local saves
         self.uploaded_at_s = -math.inf  # when the last upload of a checkpoint began
-        self.progress_at_s = time.monotonic()
+        self.failing_since_s = math.inf
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
         self.thread.start()
 
@@ -61,8 +61,6 @@ class Uploads:
             is_last: at the end of a run: also upload its logs and its last timed save.
         """
         self.is_last |= is_last
-        if self.is_done():
-            self._note_progress()
         with suppress(Full):
             self.requests.put_nowait(None)
 
@@ -71,11 +69,8 @@ class Uploads:
         return not self.requests.unfinished_tasks
 
     def is_busy(self) -> bool:
-        """Return whether uploads are left, and have made progress within the last GIVE_UP_S seconds."""
-        return not self.is_done() and self.thread.is_alive() and time.monotonic() - self.progress_at_s < GIVE_UP_S
-
-    def _note_progress(self, *_, **__) -> None:
-        self.progress_at_s = time.monotonic()
+        """Return whether uploads are left, and have not failed for the last GIVE_UP_S seconds."""
+        return not self.is_done() and self.thread.is_alive() and time.monotonic() - self.failing_since_s < GIVE_UP_S
 
     def _work(self) -> None:
         compute_alone()
@@ -87,11 +82,13 @@ class Uploads:
                     self.mirror.connect()
                 self._upload_newest()
                 pause_s = 0.0
+                self.failing_since_s = math.inf
             except UserError as error:
                 self.log.warn(f"uploads have stopped: {error}")
                 return
             except Exception as error:  # every fsspec back end has exceptions of its own
                 if not pause_s:
+                    self.failing_since_s = time.monotonic()
                     self.log.warn(f"uploads to {self.mirror.url} fail: {brief(error)}; retrying until they succeed")
                 pause_s = min(2 * pause_s or 1.0, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
@@ -108,7 +105,7 @@ class Uploads:
         files = self._newest_missing(complete)
         if not files:
             if self.is_last:
-                self.mirror.upload_files(self.config)
+                self.mirror.upload_files(self.config, sizes)
             return
         self.start()
         start_s = time.monotonic()
@@ -129,8 +126,7 @@ class Uploads:
             return
         file = f"step_{head.step:06d}-{head.saved_at:.6f}.pt"
         entry = Entry(file=file, size=self.copy.stat().st_size, **vars(head))
-        self.mirror.upload(self.copy, entry, names, self.config, self._note_progress)
-        self._note_progress()
+        self.mirror.upload(self.copy, entry, names, self.config, sizes)
         self.uploaded_at_s = start_s
         self.log.note(mirrored_at=time.time())
         self.log.say(f"uploaded step {head.step:,} as {', '.join(names)} to {self.mirror.url}")

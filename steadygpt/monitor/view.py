@@ -27,7 +27,7 @@ FACTS: list[dict[str, str]] = [  # learning; speed; time, money and machine; saf
      "HellaSwag": "{hellaswag_acc_norm:.1%}", "grad norm": "{grad_norm:.2f}"},
     {"tokens/s": "{tokens_per_second:,.0f}", "step": "{step_ms:,.0f} ms", "MFU": "{mfu:.1%}", "tokens": "{tokens}",
      "lr": "{lr:.2e}", "epoch": "{epoch:.2f}"},
-    {"elapsed": "{elapsed}", "cost": "{cost:,.2f}", "cost left": "{cost_to_go:,.2f}", "CPU": "{cpu_percent:.0f}%",
+    {"elapsed": "{elapsed}", "cost": "{cost:,.2f}", "cost left": "{cost_to_go:,.2f}",
      "RAM": "{ram_gb:.0f} of {ram_total_gb:.0f} GB"},
     {"saved": "{saved}", "mirror": "{mirrored}", "disk": "{disk} free", "memory": "{memory_gb:,.3g} GB"},
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from steadygpt.base import retry
 from steadygpt.base.durable import replace_file
@@ -12,7 +12,7 @@ from steadygpt.base.foreign import ADAPTER, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief, kinds, status_of
-from steadygpt.base.typed import read_json
+from steadygpt.base.typed import FileName, read_json
 from steadygpt.network.stores import RemoteFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
@@ -22,7 +22,7 @@ CONVERTED = "refs/convert/parquet"  # the revision with the Hub's own copy of a 
 
 
 class _Index(TypedDict):
-    weight_map: dict[str, Annotated[str, r"\w[\w.-]*"]]  # name of a weight -> its file, in the same folder
+    weight_map: dict[str, FileName]  # name of a weight -> its file, in the same folder
 
 
 class Repo(NamedTuple):

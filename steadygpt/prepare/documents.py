@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from steadygpt.base.disk import check_pulled
+from steadygpt.base.foreign import BEGINNINGS, LFS_POINTER
 from steadygpt.base.options import UserError
 from steadygpt.base.text import encoding_of
 from steadygpt.prepare.ids import ID_SUFFIXES, read_ids
@@ -141,20 +141,22 @@ def read_lines(file: BinaryIO, wanted: Wanted, at: int) -> Iterator[tuple[int, b
         yield at, lines
 
 
-# A space that follows a non-space: an ASCII character, or a byte of another character except Unicode's own spaces.
-_WORD_END = re.compile(
-    rb"(?<=[!-~\x80-\xff])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f)"
-    rb"(?<!\xe3\x80\x80) "
-)
+# A non-space is an ASCII character, or a byte of another character except Unicode's own spaces, of two or three bytes.
+_SPACE_2 = rb"\xc2[\x85\xa0]"
+_SPACE_3 = rb"(?:\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)"
+_BEFORE_SPACE = rb"(?<=[!-~\x80-\xff])(?<!%b)(?<!%b)(?= )" % (_SPACE_2, _SPACE_3)
+_AFTER_NEWLINE = rb"(?<=[!-~\x80-\xff]\n)(?<!%b\n)(?<!%b\n)" % (_SPACE_2, _SPACE_3)
+_BEFORE_WORD = rb"(?=[!-.0-~\x80-\xff])(?!%b|%b)" % (_SPACE_2, _SPACE_3)  # no "/": GPT-4o joins it to a newline
+_WORD_END = re.compile(_BEFORE_SPACE + rb"|" + _AFTER_NEWLINE + _BEFORE_WORD)
 _CHARACTER = re.compile(rb"[^\x80-\xbf]")  # the first byte of a character
 
 
 def cut_at(text: bytes, at: int, window: int) -> int:
-    """Return where to cut a text: before the first space from byte `at` on that follows a non-space.
+    """Return where to cut a text: at the first end of a word from byte `at` on.
 
-    Pre-tokenizers such as GPT-2's always begin a new word at such a space, so the ids of the pieces, concatenated, are
-    those of the whole text. If `window` bytes have no such space, the text is cut before the next character, and the
-    ids may differ.
+    It is before a space that follows a non-space, or after a newline between two non-spaces. Pre-tokenizers such as
+    GPT-2's always begin a word there, so the ids of the pieces, concatenated, are those of the whole text. If `window`
+    bytes have no such place, the text is cut before the next character, and the ids may differ.
     """
     word_end = _WORD_END.search(text, at, at + window)
     if word_end:
@@ -274,7 +276,8 @@ def check_beginning(file: BinaryIO, text_field: str) -> None:
 
     Raises: Damaged
     """
-    check_pulled(file.name, file.peek(1))  # type: ignore[attr-defined]
+    if file.peek(1).startswith(LFS_POINTER):  # type: ignore[attr-defined]
+        raise UserError(f"{file.name}: {BEGINNINGS[LFS_POINTER]}")
     suffix = suffix_of(file.name)
     if suffix in TABLES:
         next(read_table(file, Wanted(text_field, 0), 0), None)

@@ -3,12 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
@@ -31,16 +32,16 @@ class Manifest:
     tokenizer_sha256: str = ""  # the identity of the tokenizer
     tokenizer_bytes: Count = 0  # at most so much text trained the tokenizer, if this preparation trained it
     document_token: str = END_OF_TEXT
-    shard_size: Annotated[int, 1]
-    val_share: Annotated[float, 0, 1]  # of the text, at most
-    piece_bytes: Annotated[int, 1] = PIECE_BYTES  # about the size of a piece, which is in one split
+    shard_size: Annotated[int, Meta(ge=1)]
+    val_share: Annotated[float, Meta(ge=0, le=1)]  # of the text, at most
+    piece_bytes: Annotated[int, Meta(ge=1)] = PIECE_BYTES  # about the size of a piece, which is in one split
     text_field: str
     commit: str  # of a data set of the Hub
     files: str  # a fingerprint of the names and sizes of the source's files
     versions: str = ""  # a fingerprint of their versions, until the preparation is complete
     complete: bool = False
     vocab_size: Count
-    dtype: Annotated[str, "uint16|uint32"]
+    dtype: Annotated[str, Meta(pattern=r"^uint(16|32)\Z")]
     documents: Count = 0
     skipped: Count = 0  # rows
     damaged: list[str] = field(default_factory=list)  # files that were not read to their end, and why
@@ -90,16 +91,19 @@ class Manifest:
                 )
         return manifest
 
+    def tokenizer_record(self) -> TokenizerRecord:
+        return TokenizerRecord(self.tokenizer, self.tokenizer_sha256, self.document_token)
+
     def encoder(self, out: Path) -> Callable[[list[Block]], Encoded]:
         """Return the function with which workers encode a unit."""
         return partial(
-            encode, record=TokenizerRecord.of(vars(self)), out=out, vocab_size=self.vocab_size,
+            encode, record=self.tokenizer_record(), out=out, vocab_size=self.vocab_size,
             text_field=self.text_field, piece_bytes=self.piece_bytes,
         )  # fmt: skip
 
     def save(self, out: Path) -> None:
         """Replace the manifest atomically."""
-        content = asdict(self) | {"next": self.next._asdict()}
+        content = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.complete:
             del content["versions"], content["next"]
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))

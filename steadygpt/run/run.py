@@ -63,7 +63,7 @@ class Run:
     val_sets: dict[str, RowStream]  # by name; the loss of the first one decides which model is best
     validated_on: str  # see TrainState
     tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
-    suites: list[tuple[int, Suite]]  # of tasks to score, each with the steps between two evaluations
+    hellaswag: Suite | None
     # What surrounds a step:
     requests: Requests  # to stop and to save
     stored: dict[str, Any]  # what checkpoints have besides tensors and state

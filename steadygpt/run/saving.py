@@ -24,8 +24,7 @@ def agree(run: Run) -> bool:
         if reason:
             run.requests.ask(reason)
         run.requests.wants_save = run.state.step > 0 and run.writer.is_due()
-    run.requests.check()
-    return run.requests.save_agreed
+    return run.requests.check()
 
 
 def save_if_due(run: Run, is_due: bool) -> None:

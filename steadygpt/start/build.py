@@ -11,16 +11,16 @@ from torch import nn
 
 from dataloader import Mixture
 from evaluation import validation_rows
-from hellaswag_eval import load_suites
-from model import GPT
+from hellaswag_eval import hellaswag_of_run
+from model import GPT, sketch_of
 from optim import make_optimizer, state_shapes
 from steadygpt import git_commit
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.files import FORMAT_VERSION, LATEST, DataRecord, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.config import FIELDS, STORED, TrainConfig
-from steadygpt.convert.weights import check_fits, load_cropped, sketch_of
-from steadygpt.data.tokenizer import check_recorded, tokenizer_on_all
+from steadygpt.convert.weights import check_fits, load_cropped
+from steadygpt.data.tokenizer import load_tokenizer, tokenizer_on_all
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, be_deterministic, device_name, is_out_of_memory
@@ -45,7 +45,7 @@ def check_start(start: Start, config: TrainConfig, data: Data) -> None:
         if not config.dry_run:
             load_cropped(start.weights, shape)  # a plan needs no download
     if data.sources and data.tokenizer_record.is_file:
-        check_recorded(data.tokenizer_record, Path(data.folder))
+        load_tokenizer(data.tokenizer_record, Path(data.folder))
     content = start.checkpoint or start.weights
     if content and content["model"]:
         shapes = state_shapes(shape, config.optimizer) if content["optimizer"] else {}
@@ -87,7 +87,9 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
     tokenizer = None
     if config.sample_freq or config.hellaswag_freq or data.val_sets:
         tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
-    suites = load_suites(config, tokenizer, ranks, log.warn) if tokenizer else []
+    hellaswag = None
+    if tokenizer and config.hellaswag_freq:
+        hellaswag = hellaswag_of_run(config, tokenizer, ranks, log.warn)
 
     model = build_model(config, ranks)
     optimizer = make_optimizer(model, config, ranks)
@@ -120,7 +122,7 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
         val_sets={val_set.shards.name: val_set.rows for val_set in data.val_sets},
         validated_on=validated_on,
         tokenizer=tokenizer,
-        suites=suites,
+        hellaswag=hellaswag,
         requests=Requests(ranks, config.max_hours if config.trains else 0, log.beat),
         stored=stored(start, config, data, model, stamps, ranks),
         host_copy=HostCopy(ranks),
@@ -171,13 +173,12 @@ def restore(
     else:
         torch.manual_seed(config.seed)
         fill(model, model.initial_weight, ranks)
-    state = TrainState()
+    state = start.state
     if checkpoint:
         if not config.eval_only:
             restore_optimizer(model, optimizer, checkpoint["optimizer"], ranks)
             if checkpoint["scaler"]:
                 scaler.load_state_dict(scaler.state_dict() | checkpoint["scaler"])
-        state = TrainState(**{name: checkpoint[name] for name in TrainState.__annotations__})
         if has_new_steps(start, config, data):
             state.bad_steps = 0  # it counts only steps of one batch size and mixture
     return state
@@ -195,8 +196,8 @@ def stored(
     start: Start, config: TrainConfig, data: Data, model: GPT, stamps: list[tuple[str, int, int]], ranks: Ranks
 ) -> dict[str, Any]:
     """Return what the checkpoints of this launch have besides tensors and state."""
-    first_step = start.step
-    first_row = start.rows_consumed
+    first_step = start.state.step
+    first_row = start.state.rows_consumed
     if start.data and not has_new_steps(start, config, data):
         first_step = start.data["first_step"]
         first_row = start.data["first_row"]
@@ -214,7 +215,7 @@ def stored(
         "options": {name: getattr(start.config, name) for name in STORED},
         "data": record,
         "launch": {"id": secrets.token_hex(8), "parent": parent, "how": how(config, data, ranks)},
-        **data.tokenizer_record._asdict(),
+        **asdict(data.tokenizer_record),
     }
 
 

@@ -42,13 +42,6 @@ class Data:
     def sets(self) -> list[ShardSet]:
         return [source.shards for source in (*self.sources, *self.val_sets)]
 
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows of the only source of the whole run; 0 for a mixture, whose sources have epochs of their own."""
-        if len(self.sources) != 1 or self.phase.number > 0:
-            return 0
-        return self.sources[0].rows.rows_per_epoch
-
 
 def open_data(start: Start, ranks: Ranks) -> Data:
     """Find the shards of a run and map them into memory on each rank, where they must be the same."""
@@ -130,7 +123,7 @@ def next_phase(start: Start, named: Mapping[str, tuple[str, str]], shares: dict[
             f"{mixture_text(start.data['sources'], before.shares)}; name the same data, or add --allow_changes to "
             "switch to this"
         )
-    row = start.rows_consumed
+    row = start.state.rows_consumed
     rows_before = before.rows_used_at(row, start.config.seed)
     return Phase(before.number + 1, row, shares, dict.fromkeys(shares, 0) | rows_before)
 

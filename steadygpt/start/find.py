@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-from steadygpt.base.durable import locked
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
@@ -30,48 +28,14 @@ class Start:
     config: TrainConfig  # the options of this command; unset ones come from the checkpoint
     checkpoint: dict | None = None
     weights: dict | None = None  # of --init_from
+    state: files.TrainState = field(default_factory=files.TrainState)
+    data: files.DataRecord | None = None  # what the checkpoint was trained on
     path: Path | None = None  # of the checkpoint
     is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
     run: Identity = field(default_factory=Identity)
     downloaded: Path | None = None  # a file from the mirror, which is moved to `path` once the run writes
     renamed: Mapping[Path, Path] = field(default_factory=dict)  # damaged file -> its new name once the run writes
     notes: list[str] = field(default_factory=list)  # for the plan, one line for each surprising choice
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint["step"] if self.checkpoint else 0
-
-    @property
-    def rows_consumed(self) -> int:
-        return self.checkpoint["rows_consumed"] if self.checkpoint else 0
-
-    @property
-    def data(self) -> files.DataRecord | None:
-        """The data that the checkpoint was trained on."""
-        return self.checkpoint["data"] if self.checkpoint else None
-
-    def without_tensors(self) -> "Start":
-        """Return what ranks other than 0 need."""
-        checkpoint = self.checkpoint
-        if checkpoint:
-            checkpoint = checkpoint | WITHOUT_TENSORS
-        weights = self.weights
-        if weights:
-            weights = weights | WITHOUT_TENSORS
-        return replace(self, checkpoint=checkpoint, weights=weights)
-
-    def unmap(self) -> None:
-        """Forget the tensors, so that the disk space of the file is free once later saves replace it."""
-        for content in (self.checkpoint, self.weights):
-            if content:
-                content |= WITHOUT_TENSORS
-
-
-def lock_run(command: TrainConfig, stack: ExitStack) -> IO[str] | None:
-    """Lock the folder of a run that trains, up to the end of the stack."""
-    if not command.trains:
-        return None
-    return stack.enter_context(locked(Path(command.checkpoint_dir), IN_USE))
 
 
 def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) -> Start:
@@ -81,8 +45,15 @@ def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) ->
         set_by: option of this command -> "flag" or "preset".
     """
     start = ranks.on_main(lambda: _find_on_main(command, set_by))
-    without_tensors = ranks.broadcast(start.without_tensors() if start else None)
-    return start or cast(Start, without_tensors)
+    for_others = None
+    if start:
+        for_others = replace(start)
+        if start.checkpoint:
+            for_others.checkpoint = start.checkpoint | WITHOUT_TENSORS
+        if start.weights:
+            for_others.weights = start.weights | WITHOUT_TENSORS
+    received = ranks.broadcast(for_others)
+    return start or cast(Start, received)
 
 
 def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:
@@ -162,9 +133,17 @@ def _find_on_main(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
     elif run.copied_from:
         notes.append(labelled("copy", f"of the run in {run.copied_from}: a new run in {folder}"))
     return Start(
-        config, checkpoint, path=found.path, is_fork=is_fork, run=run, downloaded=found.downloaded, renamed=renamed,
+        config,
+        checkpoint,
+        state=files.TrainState(**{name: checkpoint[name] for name in files.TrainState.__annotations__}),
+        data=checkpoint["data"],
+        path=found.path,
+        is_fork=is_fork,
+        run=run,
+        downloaded=found.downloaded,
+        renamed=renamed,
         notes=notes,
-    )  # fmt: skip
+    )
 
 
 def notes_of_places(run: Identity, config: TrainConfig) -> list[str]:

@@ -81,16 +81,19 @@ def open_folder(run: Run, start: Start) -> None:
     launch = run.stored["launch"]
     if checkpoint:
         log_folder = start.path.parent if start.is_fork and start.path else folder
+        records = log_folder / METRICS
+        size = records.stat().st_size if records.exists() else 0
+        checkpoint["metrics_bytes"] = min(checkpoint["metrics_bytes"], size)  # the log may have been deleted
         run.repeats = Repeats.read(
-            log_folder / METRICS,
+            records,
             checkpoint["metrics_bytes"],
-            start.step,
+            start.state.step,
             checkpoint["launch"],
             launch["how"],
             config.repeats_bits(run.ranks.device.type),
         )
     run.log.note(checkpoint_bytes=needed, best_val_loss=best.val_loss if best else None, **run.state.scores)
-    run.log.open(start.step, {"run": start.run.id, **launch})
+    run.log.open(start.state.step, {"run": start.run.id, **launch})
 
     if mirror:
         run.uploads = Uploads(mirror, config, run.log)

@@ -14,12 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import GPT
+from model import GPT, sketch_of
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import checkpoint_bytes
 from steadygpt.config import GPTConfig, TrainConfig
-from steadygpt.convert.weights import sketch_of
 from steadygpt.machine.device import autocast, device_name, memory_bytes
 from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks

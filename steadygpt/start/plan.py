@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 from evaluation import validation_rows
-from model import GPT
+from model import GPT, sketch_of
 from steadygpt import version_text
-from steadygpt.base.disk import existing
+from steadygpt.base.durable import existing
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.files import LATEST, checkpoint_bytes
 from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
-from steadygpt.convert.weights import sketch_of
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import AUTOCAST, PEAK_FLOPS, device_name, memory_bytes
@@ -81,7 +80,7 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
 
 def last_row(start: Start, config: TrainConfig) -> int:
     """Return the rows that the run will have consumed at its last step."""
-    return start.rows_consumed + (config.max_steps - start.step) * config.rows_per_step
+    return start.state.rows_consumed + (config.max_steps - start.state.step) * config.rows_per_step
 
 
 def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
@@ -93,13 +92,13 @@ def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
         if not start.config.max_steps:
             text += f" and {config.steps_per_epoch:,} steps per epoch"
         return [text]
-    used = data.phase.rows_used_at(last_row(start, config), config.seed)  # identity -> rows
     texts = []
     for shards, rows, identity in data.sources:
         count = counted(len(shards.shards), "shard")
         text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
         if len(data.sources) > 1:
             share = data.phase.shares[identity] / BLOCK_ROWS
+            used = data.phase.rows_used_at(last_row(start, config), config.seed)  # identity -> rows
             passes = used[identity] / rows.rows_per_epoch
             text = f"{shards.name}, {share:.1%} of the rows: {text}; {passes:,.2f} epochs by the end"
             if passes > MANY_EPOCHS:
@@ -215,7 +214,7 @@ def work_per_token(config: TrainConfig, model: GPT) -> tuple[float, float]:
 
 def evaluated_tokens(start: Start, config: TrainConfig, data: Data) -> int:
     """Return the tokens of all evaluations that are left; each kind of evaluation also runs at the last step."""
-    steps = config.max_steps - start.step
+    steps = config.max_steps - start.state.step
     tokens = 0
     if config.eval_freq:
         tokens += val_rows(config, data) * config.context_length * math.ceil(steps / config.eval_freq)
@@ -226,7 +225,7 @@ def evaluated_tokens(start: Start, config: TrainConfig, data: Data) -> int:
 
 def time_lines(start: Start, config: TrainConfig, data: Data, model: GPT, ranks: Ranks) -> list[str]:
     """Return lines for the time that is left at a usual share of the GPU's peak throughput, and its cost."""
-    steps = config.max_steps - start.step
+    steps = config.max_steps - start.state.step
     tokens = steps * config.total_batch_size
     in_training, in_evaluation = work_per_token(config, model)
     # As a share of training:

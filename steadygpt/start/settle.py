@@ -69,17 +69,19 @@ def _settle_on_main(start: Start, data: Data, memory: int, ranks: Ranks) -> tupl
 
     if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
-    config = with_steps(config, rows_per_epoch(config, data), start.step, start.rows_consumed)
+    config = with_steps(config, rows_per_epoch(config, data), start.state.step, start.state.rows_consumed)
     notes += notes_of_rates(config, start, rows_per_epoch(config, data))
     return requested, config, [note for note in notes if note]
 
 
 def rows_per_epoch(config: TrainConfig, data: Data) -> int:
     """Return the rows of an epoch; 0 for a mixture, or after a change of the data, because such a run has no epochs."""
-    has_epochs = not config.mix if not data.sources else data.rows_per_epoch > 0
-    if not has_epochs:
+    is_mixture = len(data.sources) > 1 or bool(config.mix and not data.sources)
+    if is_mixture or data.phase.number > 0:
         return 0
-    return config.steps_per_epoch * config.rows_per_step or data.rows_per_epoch
+    if config.steps_per_epoch or not data.sources:
+        return config.steps_per_epoch * config.rows_per_step
+    return data.sources[0].rows.rows_per_epoch
 
 
 def note_of_vocabulary(data: Data) -> str:
@@ -96,14 +98,14 @@ def note_of_vocabulary(data: Data) -> str:
 def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> list[str]:
     """Return lines for the plan: where the cool-down begins, and how a resume changes the learning rate."""
     notes = []
-    step = start.step
+    step = start.state.step
     cools_down = SCHEDULES[config.schedule].cools_down
     if cools_down and decay_start(config) > step:
         text = f"starts at step {decay_start(config):,}; {STABLE} is saved just before"
         notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
     if start.checkpoint and step >= max(1, config.warmup_steps):
         stored = TrainConfig(**start.checkpoint["options"])
-        planned = with_steps(stored, rows_per_epoch, step, start.rows_consumed)
+        planned = with_steps(stored, rows_per_epoch, step, start.state.rows_consumed)
         before = learning_rate(planned, step)
         now = learning_rate(config, step)
         if now > 1.1 * before:

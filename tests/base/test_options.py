@@ -65,7 +65,7 @@ LIMIT = (
     (KeyboardInterrupt(), 130, ""),
     (UserError("https://me:pw@host/x: no such file"), 2, "error: https://...@host/x: no such file\n"),
     (UserError("'https://ghp_s3cret@host/x'"), 2, "error: 'https://...@host/x'\n"),
-    (UserError("s3://AK/se/cret:x@b/a?pwd=1"), 2, "error: s3://...@b/a?pwd=...\n"),
+    (UserError("s3://AK:se/cret@b/a?pwd=1"), 2, "error: s3://...@b/a?pwd=...\n"),
     (UserError("s3://b/a?X-Token=pw&v=1"), 2, "error: s3://b/a?X-Token=...&v=1\n"),
     (RuntimeError("can't start new thread"), 1, LIMIT),
     (BlockingIOError(11, "Resource temporarily unavailable"), 1, LIMIT),
@@ -119,6 +119,26 @@ def test_a_pipe_that_closes_before_the_last_lines_is_no_error():
     assert (command.wait(30), command.stderr.read()) == (0, "")
 
 
+def test_the_broken_pipe_of_a_socket_is_an_error():
+    program = """
+import socket
+def main():
+    print("printed")
+    near, far = socket.socketpair()
+    far.close()
+    near.send(b"x")
+run_cli(main)
+"""
+    status, stdout, stderr = run(program)
+    assert (status, stdout) == (1, "printed\n")
+    assert stderr.endswith("BrokenPipeError: [Errno 32] Broken pipe\n")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "abfs://container@account.dfs/run", "http://host:8080/a@b"])
+def test_a_url_without_a_secret_is_accepted(url):
+    assert parse_options(Watch, ["--mirror", url], "").mirror == url
+
+
 @dataclass(frozen=True)
 class Watch:
     folder: str = option("here", "", positional=True)
@@ -126,9 +146,19 @@ class Watch:
     mirror: str = option("", "", no_password=True)
 
 
-@pytest.mark.parametrize("url", ["s3://key:sec/ret@bucket/run", "ftp://me:@host", "zip://a::sftp://me:pw@host/a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:sec/ret@bucket/run",
+        "ftp://me:@host",
+        "zip://a::sftp://me:pw@host/a",
+        "https://host/a?sig=sec",
+    ],
+)
 def test_a_password_in_a_url_is_refused_and_not_repeated(url):
-    with pytest.raises(UserError, match=r"--mirror is a URL with a password.*GOOGLE_APPLICATION_CREDENTIALS") as raised:
+    with pytest.raises(
+        UserError, match=r"--mirror is a URL with a password or a token.*GOOGLE_APPLICATION_CREDENTIALS"
+    ) as raised:
         parse_options(Watch, ["--mirror", url], "")
     assert "@" not in str(raised.value) and "sec" not in str(raised.value)
 

@@ -294,7 +294,7 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
     monkeypatch.setitem(sys.modules, "wandb", None)
     tell("start one --max_steps 3")
     theirs, home = f"file://{Path.cwd()}/theirs", f"{Path.cwd()}/home"
-    places = {"checkpoint_dir": home, "logdir": home, "tensorboard_dir": home, "run_name": "../home", "mirror": theirs}
+    places = {"checkpoint_dir": home, "run_name": "../home", "mirror": theirs}
     options = places | {"use_wandb": True, "alert_url": "http://127.0.0.1:9"}
     torch.save(with_options(load("one/latest.pt"), **options), "one/latest.pt")
     for name in ("run.json", "status.json"):

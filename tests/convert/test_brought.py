@@ -39,7 +39,7 @@ def llama(folder: str, vocab_size: int, **changes) -> None:
 
 
 def digits_tokenizer() -> str:
-    """Return the tokenizer.json of a BPE whose pre-tokenizer is not converted."""
+    """Return the tokenizer.json of a BPE whose pre-tokenizer is the library's own."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.Metaspace()]
@@ -186,26 +186,26 @@ def test_a_tied_head_may_have_the_name_of_either(which):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tokenizers that are not converted
+# tokenizers that the library encodes
 
 
-def test_a_model_whose_tokenizer_is_not_converted_is_trained_on_ids_and_exported_with_it(capsys):
-    """The only thing that such a run lacks is text: samples, tasks and bits per byte."""
+def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_and_exported_with_it(capsys):
     text = digits_tokenizer()
     library = tokenizers.Tokenizer.from_str(text)
     llama("model", library.get_vocab_size())
     Path("model/tokenizer.json").write_text(text)
     assert convert_hf.main(["model", "weights.pt"]) == 0
-    assert "can be trained on token ids only, because its tokenizer is not converted" in capsys.readouterr().err
+    assert "warning" not in capsys.readouterr().err
     ids = library.encode("one 12 two three 345 </s> " * 300).ids
     np.save("ids.npy", np.array(ids, np.int64))
     Path("text.txt").write_text("one two " * 100)
-    refused("--source text.txt --tokenizer model/tokenizer.json", 'found pre_tokenizer .*"Digits"')
+    prepare("text.txt", "text", "--tokenizer model/tokenizer.json --val_share 0 --document_token </s>")
+    assert ids_of("text")[1:] == library.encode("one two " * 100).ids
     prepare("ids.npy", "data", "--tokenizer model/tokenizer.json --val_share 0")
     assert ids_of("data") == ids
     run = f"--init_from weights.pt --data_dir data --checkpoint_dir tuned {STEPS} --sample_freq 1"
     assert run_here(*run.split()) == 0
-    assert "no samples" in capsys.readouterr().err
+    assert "no samples, HellaSwag or bits per byte in this run: the tokenizer has no" in capsys.readouterr().err
     assert convert_hf.main(["tuned", "exported"]) == 0
     assert json.loads(Path("exported/tokenizer.json").read_text()) == json.loads(text)
     assert (
@@ -280,6 +280,9 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(("name", "write", "message"), [
     ("model.safetensors", empty, "weights without their shape; give their folder, which needs"),
     ("model.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(90)), "weights of llama.cpp; convert the"),
+    ("weights.pt", lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1"), "Try: git lfs pull"),
+    ("page.pt", lambda path: path.write_bytes(b"<!DOCTYPE html><html>"), "a web page; download the file itself"),
+    ("consolidated.00.pth", torch_file({"tok_embeddings.weight": torch.ones(2)}), "weights of Llama from Meta; conv"),
     ("gpt2_124M.bin", magic(20240326), "weights of llm.c; export .* python dev/eval/export_hf.py --input in/gpt2"),
     ("state.bin", magic(20240527), "the optimizer's state of llm.c; export the model_"),
     ("train_000000.bin", magic(20240520), "token ids of llm.c; train on their folder with --data_dir in"),
@@ -306,6 +309,7 @@ def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message
     ({"lit_model.pth": b"", "model_config.yaml": b""}, "a checkpoint of litgpt"),
     ({"model.gguf": b"GGUF"}, "weights of llama.cpp"),
     ({".metadata": b"", "__0_0.distcp": b""}, "a checkpoint of torch.distributed"),
+    ({"consolidated.00.pth": b"", "params.json": b"{}"}, "weights of Llama from Meta"),
     ({"notes": b""}, "not a Hugging Face model; expected config.json in it"),
 ])  # fmt: skip
 def test_a_folder_of_another_program_is_named(files, message):

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from test_convert_hf import assert_same_weights, checkpoint_of, mistake
 
 from convert_hf import write_folder
-from model import GPTConfig
+from model import TABLES, GPTConfig
 from steadygpt.base.options import UserError
 from steadygpt.config import parse_args
-from steadygpt.convert.families import FAMILIES, TABLES, find_family, read_config, resolved, to_foreign
+from steadygpt.convert.families import FAMILIES, find_family, read_config, resolved, to_foreign
 from steadygpt.convert.weights import load_model, read_weights
 
 transformers = pytest.importorskip("transformers")
@@ -168,7 +168,7 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
     ("gpt2", {"vocab_size": 10**30}, "vocab_size is 1,000"),
     ("gpt2", {"vocab_size": 999}, "transformer.wte.weight is (1000, 64); expected (999, 64)"),
     ("gpt2", {"tie_word_embeddings": "yes"}, 'tie_word_embeddings is "yes"; expected true or false'),
-    ("gpt2", {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf"),
+    ("gpt2", {"layer_norm_epsilon": float("inf")}, "config.json: not JSON"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in config.json is true"),
     ("gpt_neox", {"rope_parameters": NEOX_ROPE | {"rope_type": "linear"}}, 'is "linear"; expected "default"'),
     ("gpt_neox", {"rope_parameters": NEOX_ROPE | {"partial_rotary_factor": 0.2}}, "rotary_pct is 0.2"),
@@ -184,10 +184,10 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
     ("nanochat", {"hidden_act": "none of ours"}, "hidden_act is \"none of ours\"; expected one of gelu_new"),
     ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; expected 0 or more"),
     ("gpt2", {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}},
-     "steadygpt in config.json: tokenizer is a list; expected a string"),
+     "steadygpt in config.json: Expected `str`, got `array`"),
     ("gpt2", content("config.json", b"{"), "config.json: not JSON"),
-    ("gpt2", content("config.json", b"[" * 100_000), "config.json: not JSON"),
-    ("gpt2", content("config.json", b"[]"), "config.json: the content is a list; expected an object"),
+    ("gpt2", content("config.json", b'{"a": ' + b"[" * 100_000), "config.json: not JSON"),
+    ("gpt2", content("config.json", b"[]"), "config.json: Expected `object`, got `array`"),
     ("gpt2", content("model.safetensors", bytes(100)), "model.safetensors: cannot be read"),
     ("gpt2", weights(lambda stored: {"lm_head.weight": stored["transformer.wte.weight"] + 1}),
      "weights lm_head.weight and transformer.wte.weight differ"),

@@ -74,12 +74,12 @@ def test_the_order_and_the_examples_before_an_example_are_those_of_nanochat(bund
 @pytest.mark.parametrize(("kind", "row", "message"), [
     ("piqa", '{"query": "a", "choices": [], "gold": 0}', "the right one of 0 answers is said to be 0; expected query"),
     ("piqa", '{"query": "a", "choices": ["b", "c"], "gold": 2}', "the right one of 2 answers is said to be 2"),
-    ("piqa", '{"query": "a", "choices": ["b", null], "gold": 0}', r"answers\[1\]\[1\] is None; expected"),
-    ("piqa", '{"query": "a", "choices": ["b"], "gold": -1}', "label is -1; expected 0 or more"),
+    ("piqa", '{"query": "a", "choices": ["b", null], "gold": 0}', r"Expected `str`, got `null` - at `\$\[1\]\[1\]`"),
+    ("piqa", '{"query": "a", "choices": ["b"], "gold": -1}', "the right one of 1 answers is said to be -1"),
     ("piqa", '{"choices": ["b"], "gold": 0}', r"not an example of multiple_choice \(KeyError\('query'\)\)"),
     ("winograd", '{"context_options": 3, "continuation": "b", "gold": 0}', "not an example of schema .TypeError"),
     ("winograd", '{"context', "not JSON .*; expected context_options, continuation, gold"),
-    ("winograd", "[1]", "expected an object"),
+    ("winograd", "[1]", "Expected `object`, got `array`"),
     ("piqa", '{"query": "a", "choices": ["b", "c"]}', "has no gold; take rows with one"),
     ("piqa", '{"query": "a", "choices": "bc", "gold": 0}', "'bc' is not a list"),
 ])  # fmt: skip
@@ -93,11 +93,11 @@ def test_a_broken_row_of_a_bundle_is_named(bundle, kind, row, message):
 
 
 @pytest.mark.parametrize(("file", "old", "new", "message"), [
-    ("core.yaml", "icl_tasks", "tasks", r"core\.yaml: icl_tasks is None; expected a value; expected the core.yaml"),
+    ("core.yaml", "icl_tasks", "tasks", r"core\.yaml: Object missing required field `icl_tasks`; expected the"),
     ("core.yaml", "label: winograd", "label: piqa", "expected tasks, each with a label of its own"),
     ("core.yaml", "icl_task_type: schema", "icl_task_type: hellaswag", "expected one of multiple_choice, schema, lang"),
     ("core.yaml", "[10]", "2020-99-99", "cannot be read .month must be"),
-    ("core.yaml", "[10]", "ten", r"icl_tasks\[0\].num_fewshot is 'ten'; expected"),
+    ("core.yaml", "[10]", "ten", r"`\$.icl_tasks\[0\].num_fewshot`; expected"),
     ("core.yaml", "[10]", "[12]", "piqa.jsonl: 12 examples are read; expected more than the 12 before each one"),
     ("core.yaml", "- {", "- }", r"core\.yaml or eval_meta_data.csv: cannot be read \("),
     ("core.yaml", "icl_task_type: schema", "icl_task_type: chat", "winograd is of the kind 'chat'; expected one of"),
@@ -119,12 +119,12 @@ def test_a_broken_bundle_is_explained(bundle, file, old, new, message):
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [
-    ({"ctx": None}, r"answers\[0\]\[0\] is None"), ({"endings": "abcd"}, "'abcd' is not a list"),
+    ({"ctx": None}, r"Expected `str`, got `null` - at `\$\[0\]\[0\]`"), ({"endings": "abcd"}, "'abcd' is not a list"),
     ({"endings": 3}, "expected ctx, endings, label"), ({"label": 9}, "the right one of 4 answers is said to be 9"),
     ({"label": ""}, "has no label; take rows with one, such as those for validation"),
     ({"endings": ["a", "b", "c"]}, "3 endings; expected 4, as of HellaSwag"),
     ({"label": 0.7}, "label is 0.7; expected the number of the right"), ({"label": 10**4000}, "expected"),
-    ("{", "not JSON"), ("7", "expected an object"), ("[" * 100_000, "not JSON"),
+    ("{", "not JSON"), ("7", "Expected `object`"), ('{"ctx": ' + "[" * 100_000, "not JSON"),
 ])  # fmt: skip
 def test_a_malformed_row_is_reported_with_its_line(tmp_path, wrong, expected):
     path = tmp_path / "rows.jsonl"

@@ -5,13 +5,23 @@ import json
 import os
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import folders, load, run_here, write_data
-from ground import acting_here, around_step, around_write, best_model, change_loss, metrics, status_of
+from ground import (
+    acting_here,
+    around_step,
+    around_write,
+    best_model,
+    change_loss,
+    in_place_of_training,
+    metrics,
+    status_of,
+)
 from injected import do_in_step, fail_save
 from stories import launches, uploaded
 
@@ -87,6 +97,10 @@ def test_a_copy_beside_the_original_is_another_run_and_a_moved_folder_is_the_sam
 # the logs
 
 
+def end_before_the_first_save(rank: int) -> None:
+    in_place_of_training(sys.exit)
+
+
 @pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
 @pytest.mark.parametrize("do", [os.unlink, lambda path: os.rename(path, f"{path}.1")], ids=["removed", "rotated"])
 def test_a_log_that_was_removed_is_opened_anew_and_that_is_said_once(workdir, capsys, name, do):
@@ -103,6 +117,14 @@ def test_a_resume_after_the_log_was_removed_compares_nothing_and_says_nothing(wo
     Path("run/metrics.jsonl").unlink()
     assert run_here("--resume", "run/rolling_step_000002.pt") == 0
     assert "repeated" not in messages(capsys)
+
+
+def test_a_run_that_goes_back_without_its_log_is_compared_from_the_new_log_on(workdir, capsys):
+    assert run_here(*folders("run"), "--max_steps", "4", "--checkpoint_freq", "2") == 0
+    Path("run/metrics.jsonl").unlink()
+    with acting_here(end_before_the_first_save), pytest.raises(SystemExit):
+        run_here("--resume", "run/rolling_step_000002.pt")
+    assert load("run/latest.pt")["metrics_bytes"] == 0
 
 
 def test_a_fork_compares_its_steps_with_the_records_of_its_parent(workdir, capsys):

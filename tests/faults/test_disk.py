@@ -111,12 +111,12 @@ def test_logs_on_a_full_disk_lose_records_but_not_the_run(small_disk, capsys):
     with acting_here(partial(do_in_step, 45, fill_disk), partial(do_in_step, 100, free_space)):
         assert run_here(*flags, *folders("run")) == 0
     said = capsys.readouterr().err
-    assert "warning: cannot write to metrics.jsonl: [Errno 28] No space left on device; training" in said
+    assert "warning: cannot write to metrics.jsonl: OSError: [Errno 28] No space left on device; training" in said
     assert load("run/latest.pt")["step"] == 120
     steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 120
     assert steps == sorted(steps)
-    assert "warning: cannot write to TensorBoard: [Errno 28] No space left on device; training" in said
+    assert "warning: cannot write to TensorBoard: OSError: [Errno 28] No space left on device; training" in said
     assert 30 < max(scalars("run/tensorboard")["train/loss"]) < 119  # its curves end there until the next launch
 
 

@@ -4,14 +4,12 @@ import json
 import random
 import re
 import textwrap
-import tracemalloc
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from conftest import REPO
 
-from steadygpt.log.metrics import METRICS, LineFile, read_records, segments
+from steadygpt.log.metrics import METRICS, LineFile, launches_from, read_records
 
 
 def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", **more) -> dict:
@@ -24,7 +22,6 @@ def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", *
         "id": id,
         "parent": parent,
         "how": {},
-        "wandb": "",
     }
     return line | more
 
@@ -52,21 +49,15 @@ def test_later_starts_win_from_their_first_step_on(tmp_path):
     assert [(record["step"], record["loss"]) for record in found] == [(0, 1), (1, 1), (2, 3), (7, 4), (8, 4)]
 
 
-def test_the_reader_needs_only_the_end_of_a_long_log(tmp_path):
-    path = tmp_path / METRICS
-    with open(path, "wb") as file:
-        file.truncate(2**28)  # what came before, as far as that matters here
-    write_lines(path, "", start_line(0), *steps(0, 4), start_line(3), *steps(3, 5, 2.0))
-    tracemalloc.start()
-    found = list(islice(segments(path, first_step=2, key="loss"), 2))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    segments_read = [(launch["first_step"], [r["step"] for r in records]) for launch, records in found]
-    assert segments_read == [
-        (3, [3, 4]),
-        (0, [2]),
+def test_launches_from_an_offset_on_begin_with_the_records_of_a_known_one(tmp_path):
+    path = write_lines(tmp_path / METRICS, start_line(0), *steps(0, 4))
+    offset = path.stat().st_size
+    write_lines(path, *steps(4, 6), start_line(4, id="2"), *steps(4, 5, 2.0))
+    found = [
+        (launch["id"], [r["step"] for r in records]) for launch, records in launches_from(path, offset, {"id": "1"})
     ]
-    assert peak < 2**25
+    assert found == [("1", [4, 5]), ("2", [4])]
+    assert [*launches_from(path, 2 * path.stat().st_size, {"id": "1"})] == [({"id": "1"}, [])]  # a log that was deleted
 
 
 BROKEN = [

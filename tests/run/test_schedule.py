@@ -5,14 +5,13 @@ from dataclasses import asdict, replace
 
 import pytest
 from conftest import load, run_here
-from ground import launches, run_content, with_options
+from ground import launches, run_content, start_from, with_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import learning_rate, names_of_save, with_steps
-from steadygpt.start.find import Start
 from steadygpt.start.settle import notes_of_rates
 
 FOUR_ROWS = TrainConfig(context_length=16, total_batch_size=64, max_steps=9, warmup_steps=0, checkpoint_freq=4)
@@ -58,7 +57,7 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
     other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
     for step in range(0, settled.max_steps + 1, 1 + settled.max_steps // 20):
         checkpoint = with_options(run_content(step), **asdict(config))
-        start = Start(config, checkpoint)
+        start = start_from(config, checkpoint)
         lines = [line for line in notes_of_rates(settled, start, rows_per_epoch) if line.startswith("lr ")]
         assert not lines, (step, lines)
         before, now = (learning_rate(planned, step) for planned in (settled, other))

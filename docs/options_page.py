@@ -1,25 +1,20 @@
-"""Write the lists of docs/options.md from the options of train.py: python -m scripts.options_page"""
+"""Write the lists of docs/options.md from the options of train.py: python -m docs.options_page"""
 
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 from steadygpt.base.options import kind_of
 from steadygpt.config import FIELDS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/options.md"
-MARK = "<!-- written by scripts/options_page.py -->\n"
+PAGE = Path(__file__).with_name("options.md")
+MARK = "<!-- written by docs/options_page.py -->\n"
 
 
 def with_lists(page: str) -> str:
-    """Return the text of the page with its lists replaced by the present ones."""
-    return page.partition(MARK)[0] + MARK + "\n".join(lists()) + "\n"
-
-
-def lists() -> Iterator[str]:
-    """Yield the lines of a list for each group of options."""
+    """Return the text of the page with its lists replaced: for each group of options, a heading and their lines."""
+    page = page.partition(MARK)[0] + MARK
     for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
-        yield f"\n## {group.capitalize()}\n"
+        page += f"\n## {group.capitalize()}\n\n"
         for name, field in fields:
             default = str(field.default)
             if kind_of(field) is bool:
@@ -28,7 +23,8 @@ def lists() -> Iterator[str]:
             on_resume = field.metadata["on_resume"]
             if on_resume != "free":
                 text += f" (*{on_resume}*)"
-            yield f"- `{f'--{name} {default}'.strip()}`: {text}"
+            page += f"- `{f'--{name} {default}'.strip()}`: {text}\n"
+    return page
 
 
 if __name__ == "__main__":
