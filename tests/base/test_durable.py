@@ -2,11 +2,13 @@
 
 import errno
 import fcntl
+import io
 import os
 import socket
 import stat
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadygpt.base import durable
-from steadygpt.base.durable import UncachedFile, fsync, lock_folder, replace_file
+from steadygpt.base.durable import fsync, lock_folder, replace_file
 from steadygpt.base.options import UserError
 
 
@@ -52,36 +54,24 @@ def test_fsync_on_macos_is_a_full_fsync_where_the_file_system_supports_it(suppor
 
 @settings(max_examples=30)
 @given(st.lists(st.binary(max_size=20_000), max_size=5))
-def test_uncached_file_writes_the_same_bytes(chunks):
-    for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):  # tmpfs may not support O_DIRECT
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            with UncachedFile(Path(file.name), buffer_size=4096) as uncached:
-                assert [uncached.write(chunk) for chunk in chunks] == [len(chunk) for chunk in chunks]
-            assert file.read() == b"".join(chunks)
+def test_uncached_file_writes_the_same_bytes_in_pieces(chunks):
+    for folder in filter(os.path.isdir, (tempfile.gettempdir(), "/dev/shm")):
+        with tempfile.TemporaryDirectory(dir=folder) as name, mock.patch.object(durable, "PIECE_BYTES", 4096):
+            with durable.open_new(Path(name, "file"), cached=False) as file:
+                assert [file.write(chunk) for chunk in chunks] == [len(chunk) for chunk in chunks]
+            assert Path(name, "file").read_bytes() == b"".join(chunks)
 
 
-def takes_part_of_a_page(folder: Path) -> bool:
-    """Return whether O_DIRECT may write less than a page here, as in a file system in memory."""
-    file = os.open(folder / "direct", os.O_CREAT | os.O_WRONLY)
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
-        os.write(file, bytes(1000))
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-    return True
-
-
-def test_uncached_file_falls_back_to_the_cache_when_a_direct_write_fails(tmp_path):
-    with UncachedFile(tmp_path / "file", buffer_size=1000) as file:  # not a multiple of the page size
-        file.write(bytes(1500))
-        assert file.direct == takes_part_of_a_page(tmp_path)
-    assert (tmp_path / "file").read_bytes() == bytes(1500)
+def test_a_large_file_leaves_the_page_cache_piece_by_piece(tmp_path, monkeypatch):
+    calls = []
+    for call in ("fdatasync", "posix_fadvise"):
+        monkeypatch.setattr(os, call, lambda *_, call=call: calls.append(call))
+    replace = durable.write_temporary(tmp_path / "file", lambda file: file.write(bytes(2**26)), cached=False)
+    assert (replace.stat().st_size, calls) == (2**26, ["fdatasync", "posix_fadvise"] * 2)
 
 
 def test_full_disk_during_an_uncached_write_is_an_oserror():
-    with pytest.raises(OSError) as caught, UncachedFile(Path("/dev/full")) as file:
+    with pytest.raises(OSError) as caught, io.BufferedWriter(durable.UncachedFile("/dev/full", "wb")) as file:
         torch.save({"weight": torch.zeros(2**23)}, file)
     assert caught.value.errno == errno.ENOSPC
 

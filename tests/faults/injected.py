@@ -52,7 +52,7 @@ def record_save_calls(rank: int) -> None:
 
     def record(save: int, call: int, name: str, *files) -> None:
         with open("calls.txt", "a") as file:
-            print(save, name, *(_path(file).name for file in files), file=file)
+            print(save, name, *(_path(file).name for file in files if not isinstance(file, memoryview)), file=file)
 
     around_save_calls(record)
 
@@ -72,7 +72,7 @@ def kill_at(save: int, call: int, rank: int) -> None:
     def kill(now_save: int, now_call: int, name: str, *files) -> None:
         if (now_save, now_call) == (save, call):
             if name == "write":
-                write_half(files[0])
+                write_half(*files)
             os.kill(os.getpid(), signal.SIGKILL)
 
     around_save_calls(kill)
