@@ -11,7 +11,7 @@ from steadygpt.base.durable import fsync_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text, labelled
-from steadygpt.checkpoint.files import BEST, Best, Unreadable, aside, checkpoint_bytes, read_checkpoint, read_head
+from steadygpt.checkpoint.files import BEST, Best, OtherVersion, Unreadable, aside, checkpoint_bytes, read_checkpoint, read_head
 from steadygpt.checkpoint.identity import write_run
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
 from steadygpt.log.metrics import METRICS
@@ -114,14 +114,14 @@ def best_in_folder(run: Run, folder: Path) -> Best | None:
 
     A damaged file gets another name. So does a model that was chosen on other rows, whose loss says nothing here.
 
-    Raises: Unreadable.
+    Raises: Unreadable, OtherVersion.
     """
     path = folder / BEST
     if not path.exists():
         return None
     try:
         read_checkpoint(path)
-    except Unreadable:
+    except (Unreadable, OtherVersion):
         raise
     except UserError as error:
         name = aside(path).name
