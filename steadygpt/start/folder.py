@@ -11,7 +11,16 @@ from steadygpt.base.durable import fsync_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.base.text import bytes_text, labelled
-from steadygpt.checkpoint.files import BEST, Best, OtherVersion, Unreadable, aside, checkpoint_bytes, read_checkpoint, read_head
+from steadygpt.checkpoint.files import (
+    BEST,
+    Best,
+    OtherVersion,
+    Unreadable,
+    aside,
+    checkpoint_bytes,
+    read_checkpoint,
+    read_head,
+)
 from steadygpt.checkpoint.identity import write_run
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
 from steadygpt.log.metrics import METRICS
