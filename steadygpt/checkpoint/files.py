@@ -416,7 +416,7 @@ def check_ours(content: Any, path: Path) -> None:
     if isinstance(content, dict) and "format_version" not in content:
         raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
     version = content["format_version"] if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
+    if not isinstance(version, int) or version != FORMAT_VERSION:  # a tensor would compare its elements
         raise OtherVersion(f"{path}: format_version is {version!r:.50}; expected {FORMAT_VERSION}; {ADVICE}")
 
 

@@ -116,7 +116,7 @@ class Curves:
                 if not line.endswith(b"\n"):  # not written completely yet
                     break
                 self.size += len(line)
-                with suppress(ValueError, RecursionError, TypeError, KeyError):
+                with suppress(ValueError, RecursionError, TypeError, KeyError, OverflowError):
                     self._add(json.loads(line))
 
     def _add(self, record: dict[str, Any]) -> None:
