@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from ground import options_of, run_content, with_options
+from ground import options_of, run_content
 
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
@@ -102,7 +102,7 @@ def test_flags_that_need_other_options_accept_them_from_the_checkpoint(before, f
 
 
 def test_options_missing_from_the_checkpoint_keep_their_defaults():
-    content = with_options(run_content(3), no_longer_there=1)
+    content = run_content(3)
     del options_of(content)["sharding"]
     found = options_of(as_checkpoint(content, Path("latest.pt")))
     defaults = {name: f.default for name, f in FIELDS.items() if name in STORED}
