@@ -152,7 +152,6 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
         limit = options.tokenizer_bytes or TRAINING_BYTES
         text = train_tokenizer(source, options.text_field, vocab_size_to_train(name), limit)
         record = TokenizerRecord(name, tokenizer_json=text)
-        record = replace(record, tokenizer_sha256=load_tokenizer(record).sha256)
     else:
         record = replace(record_named(name), document_token=document_token)
     if not source.holds_ids:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
-STAMP = "%Y%m%d-%H%M%S"  # a time in names of files and runs, for strftime
-
 # Byte-order marks at the beginning of texts. UTF-32 comes first, because its mark may begin with that of UTF-16.
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shlex
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from steadygpt.base.durable import sha256_of
+from steadygpt.base.durable import possible_copies, sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar, say
@@ -30,7 +29,6 @@ MANIFEST = "manifest.json"
 SAMPLED = 64  # shards whose content machines compare, by samples
 SAMPLES = 16  # places in each of these shards
 SAMPLE_TOKENS = 1024  # tokens at each place
-SAMPLE_BYTES = 2**16  # at the beginning of files of equal size; where these differ, the files do
 NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # Files of llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic number implies
 # the dtype.
@@ -273,25 +271,19 @@ def warn_of_copies(files: Sequence[Path], others: Sequence[Path]) -> None:
 
 def without_copies(files: Sequence[Path]) -> list[Path]:
     """Return files without links to others and without copies of others, which are named on stderr."""
-    kept: dict[object, Path] = {}  # inode, and SHA-256 where several files have the same size and beginning -> file
-    sizes = Counter(file.stat().st_size for file in files)
-    beginnings = {}
+    first_of: dict[Path, Path] = {}  # of several files with the same content
+    for group in possible_copies({file: file.stat().st_size for file in files}):
+        first_with: dict[str, Path] = {}  # SHA-256 -> file
+        for file in group:
+            first_of[file] = first_with.setdefault(sha256_of(file), file)
+    kept = []
     for file in files:
-        if sizes[file.stat().st_size] > 1:
-            with file.open("rb") as opened:
-                beginnings[file] = hashlib.sha256(opened.read(SAMPLE_BYTES)).digest()
-    repeated = Counter(beginnings.values())
-    for file in files:
-        stat = file.stat()
-        keys: list[object] = [(stat.st_dev, stat.st_ino)]
-        if repeated[beginnings.get(file, b"")] > 1:
-            keys.append(sha256_of(file))
-        first = next((kept[key] for key in keys if key in kept), None)
-        if first:
-            say(f"{file}: the same content as {first.name}; it is not read twice")
+        first = first_of.get(file, file)
+        if first == file:
+            kept.append(file)
         else:
-            kept |= dict.fromkeys(keys, file)
-    return [file for file in files if file in kept.values()]
+            say(f"{file}: the same content as {first.name}; it is not read twice")
+    return kept
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer in a manifest or a checkpoint; older ones record only its name."""
+    """The tokenizer in a manifest or a checkpoint."""
 
     tokenizer: str  # as in --tokenizer; "" if unknown
     tokenizer_sha256: str = ""  # its identity; "" if unknown

@@ -39,7 +39,6 @@ def encode(
         piece_bytes: longer documents are cut into pieces of about this size.
     """
     dtype = token_dtype(vocab_size)
-    document_id = document_id_of(record, out)
     ids = bytearray()
     encoded = Encoded(np.empty(0, dtype))
     for block in unit:
@@ -48,7 +47,7 @@ def encode(
             continue
         if isinstance(block.data, np.ndarray):
             check_vocabulary(block.name, block.data, vocab_size)
-            encoded.documents += int((block.data == document_id).sum())
+            encoded.documents += int((block.data == document_id_of(record, out)).sum())
             for start in range(0, len(block.data), piece_bytes):
                 part = block.data[start : start + piece_bytes]
                 ids += part.astype(dtype).tobytes()

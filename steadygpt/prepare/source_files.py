@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
+from steadygpt.base.durable import possible_copies
 from steadygpt.base.options import UserError
 from steadygpt.base.text import some
 from steadygpt.base.typed import read_json
@@ -46,7 +47,6 @@ BESIDE = "beside other files, which are read in place of these"
 # Data of a kind that is not read: a pattern of its name, and the command that turns it into what is read.
 ARCHIVES = {r"\.zip$": "python -m zipfile -e", r"\.(tar(\.\w+)?|tgz)$": "python -m tarfile -e"}
 TO_CONVERT = r"\.(csv|tsv)(\.(gz|zst|xz|bz2|lzma))?$|\.(json|jsonl|ndjson|txt|md)\.(xz|bz2|lzma)$"
-SAMPLE_BYTES = 2**16  # at the beginning of files of equal size; where these differ, the files do
 
 
 @dataclass(frozen=True)
@@ -286,18 +286,13 @@ def without_copies(files: Sequence[LocalFile]) -> tuple[list[LocalFile], dict[st
 
     Returns: the other files, and path -> the file of the same content.
     """
-    of_size: dict[int, list[LocalFile]] = defaultdict(list)
+    of_path = {Path(file.path): file for file in files}
     of_stem: dict[str, list[LocalFile]] = defaultdict(list)
     for file in files:
-        of_size[file.size].append(file)
         of_stem[stem_of(file.path)].append(file)
     groups = [group for group in of_stem.values() if len(group) > 1]
-    for size, group in of_size.items():
-        of_beginning: dict[bytes, list[LocalFile]] = defaultdict(list)
-        for file in group if size and len(group) > 1 else []:
-            with file.open() as opened:
-                of_beginning[opened.read(SAMPLE_BYTES)].append(file)
-        groups += [candidates for candidates in of_beginning.values() if len(candidates) > 1]
+    for paths in possible_copies({path: file.size for path, file in of_path.items()}):
+        groups.append([of_path[path] for path in paths])
     copies: dict[str, str] = {}
     for group in groups:
         first_of: dict[str, str] = {}  # digest -> the file with the shortest name
