@@ -5,6 +5,8 @@ python generate.py --prompt_file prompt.txt                     # - reads standa
 python generate.py checkpoints/best_model.pt --prompt "def " --max_tokens 200 --temperature 0.8 --top_k 50
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -10,6 +10,8 @@ CORE is the mean of 22 accuracies, each centred so that chance is 0 and all righ
 nanochat's evaluation of base models.
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -249,6 +249,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
     used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  # None if the shell has closed it: >&-
         stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks
