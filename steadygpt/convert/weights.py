@@ -426,6 +426,16 @@ def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:
     return Kept(ids=ids, files={name: text for name, text in content["files"].items() if name in hub.KEPT_FILES})
 
 
+def end_ids(record: TokenizerRecord, vocab_size: int) -> list[int]:
+    """Return the ids that end a text of the weights of a Hugging Face folder, as transformers reads them there."""
+    kept = read_kept(record, vocab_size)
+    generation = json.loads(kept["files"].get("generation_config.json", "{}"))
+    ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    ends = kept["ids"].get("eos_token_id") if ends is None else ends
+    ends = ends if isinstance(ends, list) else [ends]
+    return [i for i in ends if isinstance(i, int)]
+
+
 def _assume_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:
     """Assume gpt2, with a warning, for weights that name no tokenizer and have its number of rows."""
     if config.vocab_size not in GPT2_ROWS:

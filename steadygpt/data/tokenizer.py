@@ -125,6 +125,18 @@ class Tokenizer:
         except Exception as error:  # the library raises no other type
             raise UserError(f"{self.where}: the library tokenizers cannot encode a text with it ({error})") from error
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text in which the name of a special token stands for the token."""
+        if not self._special_pattern.search(text):
+            return self.encode(text)
+        if self.encoding and not self.json:
+            return self.encoding.encode(text, allowed_special="all")
+        self.library.encode_special_tokens = False
+        try:
+            return self.library.encode(text, add_special_tokens=False).ids
+        finally:
+            self.library.encode_special_tokens = True
+
     def _needs_library(self, text: str) -> bool:
         """Return whether a text has a literal, or changes by NFC, where releases of Unicode differ."""
         if self.is_nfc and not is_normalized("NFC", text):
