@@ -217,11 +217,11 @@ def _unknown_text(unknown: Sequence[str], options: type) -> str:
             continue  # the value of an unknown flag
         name = word.lstrip("-").lower() if is_flag else ""
         # 0.85: a typing mistake, or a letter more or less. Below that, names are similar by chance.
-        close = difflib.get_close_matches(name, options_of(options), n=1, cutoff=0.85)
-        if advice_of_flag.get(name):
-            advice = advice_of_flag[name]
-        elif close:
-            advice = f"did you mean --{close[0]}?"
+        [close] = difflib.get_close_matches(name, [*options_of(options), *advice_of_flag], n=1, cutoff=0.85) or [name]
+        if advice_of_flag.get(close):
+            advice = advice_of_flag[close]
+        elif close != name:
+            advice = f"did you mean --{close}?"
         else:
             advice = "see --help"
         problems.append(f"unknown argument {word!r}; {advice}")
