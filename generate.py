@@ -19,8 +19,7 @@ from torch import Tensor
 from model import GPT, KVCache
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import encoding_of, printable
-from steadygpt.checkpoint.files import open_checkpoint
-from steadygpt.convert.weights import CheckpointOptions, end_ids, load_model
+from steadygpt.convert.weights import CheckpointOptions, end_ids, load_model, open_weights
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import Recorded, any_length, autocast, choose_precision, evaluating
 from steadygpt.machine.parallel import is_sharded
@@ -213,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--prompt and --prompt_file both give the text to continue; give one of them")
     prompt = read_prompt(options.prompt_file) if options.prompt_file else options.prompt
     with joined(options.device) as ranks:
-        _, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
+        _, checkpoint = open_weights(options.checkpoint, Path(options.checkpoint_dir))
         model = load_model(checkpoint).to(ranks.device)
         record = TokenizerRecord.of(checkpoint)
         tokenizer = load_tokenizer(record)

@@ -141,8 +141,8 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
         if not argument.isascii() and "\\udc" in shown:
             encoding = sys.getfilesystemencoding()
             raise UserError(
-                f"{shown}: not valid {encoding}; write it in this encoding, or rename the file, or set LC_ALL=C.UTF-8 "
-                "and PYTHONUTF8=1"
+                f"{shown}: not valid {encoding}; write it in this encoding, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1; if "
+                "a file has this name, rename it"
             )
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)

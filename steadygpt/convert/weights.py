@@ -21,6 +21,7 @@ from steadygpt.base.text import labelled
 from steadygpt.base.typed import Count, parse_json, read_json
 from steadygpt.checkpoint.files import (
     FORMAT_VERSION,
+    NAMED,
     WITHOUT_RUN,
     as_checkpoint,
     check_tensors,
@@ -62,6 +63,9 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
+    if "://" in source:
+        to_download = f"scripts/upload_manager.py download latest --mirror {source}"
+        raise UserError(f"{source}: expected a file, a folder or a name on the Hub; download a run with {to_download}")
     path = Path(source)
     user_record = record_named(tokenizer)
     if path.is_dir():
@@ -83,6 +87,18 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
         return _read_folder(folder, source, user_record)
     checkpoint = _read_folder(folder, source, user_record, with_weights=False)
     return checkpoint | {"source": f"{repo.name}@{repo.commit}"}
+
+
+def open_weights(source: str, folder: Path, tokenizer: str = "") -> tuple[str, dict]:
+    """Return the name and the weights that a command asks for.
+
+    Args:
+        source: latest, best, stable or average:N of the folder; for others see read_weights.
+    """
+    if source not in ("latest", *NAMED) and not source.startswith("average:"):
+        return source, read_weights(source, tokenizer)
+    path, checkpoint = open_checkpoint(source, folder)
+    return str(path), with_tokenizer(checkpoint, record_named(tokenizer), path)
 
 
 class Kept(TypedDict):
@@ -111,8 +127,8 @@ class CheckpointOptions(ModelOptions):
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
-        "rolling checkpoints",
+        "latest, best, stable, a file, a folder for its latest, average:N for the mean weights of the newest N "
+        "rolling checkpoints, or weights as for --init_from of train.py, such as gpt2",
         positional=True,
     )
 

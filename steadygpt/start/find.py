@@ -82,7 +82,9 @@ def _find_on_main(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
     if which not in ("", "auto") and not path.exists() and not config.mirror:
         if is_word:
             raise files.no_checkpoints(folder)
-        raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
+        hint = f"; to resume from a store, use --resume latest --mirror {which}" if "://" in which else ""
+        expected = "latest, auto, best, stable, a file or a folder"
+        raise UserError(f"--resume {which}: no such file; expected {expected}{hint}")
     resumed_folder = path if is_word or path.is_dir() else path.parent
     is_fork = os.path.realpath(resumed_folder) != os.path.realpath(folder)  # resolve() raises for a loop of links
     if config.trains or (is_fork and not config.eval_only):
