@@ -123,8 +123,10 @@ def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> lis
     if config.checkpoint_minutes:
         lines.append(labelled("saves", saves_text(config, model)))
     memory, host = estimate_memory(config, model, ranks)
+    # The monitor shows a GPU's tensors, but the whole process on a CPU.
+    where = "per rank" if ranks.device.type == "cuda" else "per rank, besides Python and its libraries"
     lines += [
-        labelled("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
+        labelled("memory", uses_text(memory, where, memory_bytes(ranks.device), "--mini_batch_size auto")),
         labelled("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
         *time_lines(start, config, data, model, ranks),
     ]
