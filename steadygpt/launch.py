@@ -7,9 +7,8 @@ import importlib.util
 import os
 import signal
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 PACKAGES = ("torch", "numpy", "tiktoken", "msgspec", "tqdm")
 
 
@@ -24,7 +23,7 @@ def launch() -> None:
     if missing or sys.version_info < (3, 11):
         version = ".".join(map(str, sys.version_info[:2]))
         lacks = f" without {missing[0]}" if missing else ""
-        set_up = "" if Path(ROOT, ".venv/bin/activate").exists() else "./setup.sh, then "
+        set_up = "" if os.path.exists(f"{ROOT}/.venv/bin/activate") else "./setup.sh, then "
         print(
             f"error: {sys.executable} is Python {version}{lacks}; expected Python 3.11 or later with the packages of "
             f"SteadyGPT. Try: {set_up}source .venv/bin/activate",
@@ -33,6 +32,6 @@ def launch() -> None:
         sys.exit(2)
 
 
-program = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
-if program.parent in (ROOT, ROOT / "scripts") and program.suffix == ".py":
+program = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+if program.endswith(".py") and os.path.dirname(program) in (ROOT, f"{ROOT}/scripts"):
     launch()

@@ -21,8 +21,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from steadygpt import version_text
 from steadygpt.base.text import printable
+from steadygpt.version import version_text
 
 Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
