@@ -220,7 +220,7 @@ def _unknown_text(unknown: Sequence[str], options: type) -> str:
         [close] = difflib.get_close_matches(name, [*options_of(options), *advice_of_flag], n=1, cutoff=0.85) or [name]
         if advice_of_flag.get(close):
             advice = advice_of_flag[close]
-        elif close != name:
+        elif close in options_of(options):
             advice = f"did you mean --{close}?"
         else:
             advice = "see --help"

@@ -63,6 +63,9 @@ def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> Train
     """
     if config.resume in ("", *WORDS):
         return config
+    if "://" in config.resume:
+        advice = f"to resume from a store, use --resume latest --mirror {config.resume}"
+        raise UserError(f"--resume {config.resume}: expected a file or folder of this machine; {advice}")
     path = Path(config.resume)
     # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
     if path.is_symlink() and not path.is_dir() and path not in files.checkpoint_files(path.parent):
@@ -82,9 +85,7 @@ def _find_on_main(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
     if which not in ("", "auto") and not path.exists() and not config.mirror:
         if is_word:
             raise files.no_checkpoints(folder)
-        hint = f"; to resume from a store, use --resume latest --mirror {which}" if "://" in which else ""
-        expected = "latest, auto, best, stable, a file or a folder"
-        raise UserError(f"--resume {which}: no such file; expected {expected}{hint}")
+        raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
     resumed_folder = path if is_word or path.is_dir() else path.parent
     is_fork = os.path.realpath(resumed_folder) != os.path.realpath(folder)  # resolve() raises for a loop of links
     if config.trains or (is_fork and not config.eval_only):
