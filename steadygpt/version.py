@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent
 @cache
 def git_commit() -> str:
     """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
-    git = ["git", "-C", PACKAGE, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    git = ["git", "-C", str(PACKAGE), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
