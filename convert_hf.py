@@ -12,6 +12,8 @@ The conversion is exact: weights are renamed, split, reordered or negated, but o
 checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 import dataclasses
 import json
 import shutil
@@ -27,17 +29,16 @@ from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
 from steadygpt.base.text import printable
-from steadygpt.checkpoint.files import NAMED, WITHOUT_RUN, CheckpointContent, open_checkpoint
+from steadygpt.checkpoint.files import WITHOUT_RUN, CheckpointContent
 from steadygpt.convert.families import FAMILIES, find_family, to_foreign, write_config
 from steadygpt.convert.weights import (
     SPECIAL_IDS,
     import_safetensors,
     load_model,
+    open_weights,
     read_kept,
-    read_weights,
-    with_tokenizer,
 )
-from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer, record_named
+from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -137,19 +138,13 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(ConvertOptions, argv, "Convert weights from and to Hugging Face folders, and from nanoGPT.")
-    source = options.source
     target = Path(options.target)
     notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
     if target.exists():
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
-    if source in ("latest", *NAMED) or source.startswith("average:"):
-        path, checkpoint = open_checkpoint(source, Path(options.checkpoint_dir))
-        source = str(path)
-        checkpoint = with_tokenizer(checkpoint, record_named(options.tokenizer), path)
-    else:
-        checkpoint = read_weights(source, options.tokenizer)
+    source, checkpoint = open_weights(options.source, Path(options.checkpoint_dir), options.tokenizer)
     if target.suffix == ".pt" and options.dtype != "float32":
         raise UserError(f"--dtype is for a Hugging Face folder, and {target} is a checkpoint, in float32; drop it")
     if target.suffix == ".pt":

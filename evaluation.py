@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dataloader import EvenlySpaced, RowStream
-from generate import sample_texts
+from generate import prompt_ids, sample_texts
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import evaluating
 from steadygpt.run.run import Run
@@ -52,7 +52,8 @@ def evaluate(run: Run, everything: bool) -> bool:
     if due(config.sample_freq) and run.tokenizer:
         generator = torch.Generator(run.ranks.device).manual_seed(config.seed + step)
         with run.autocast():
-            [text] = sample_texts(run.model, run.tokenizer, config.sample_prompt, SAMPLE_TOKENS, generator, top_k=50)
+            prompt = prompt_ids(run.tokenizer, config.sample_prompt)
+            [text] = sample_texts(run.model, run.tokenizer, prompt, SAMPLE_TOKENS, generator, top_k=50)
         run.log.text(step, text)
     return True
 

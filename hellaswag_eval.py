@@ -10,6 +10,8 @@ CORE is the mean of 22 accuracies, each centred so that chance is 0 and all righ
 nanochat's evaluation of base models.
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +26,8 @@ from model import GPT
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import counted, printable
-from steadygpt.checkpoint.files import open_checkpoint
 from steadygpt.config import TrainConfig
-from steadygpt.convert.weights import CheckpointOptions, load_model
+from steadygpt.convert.weights import CheckpointOptions, load_model, open_weights
 from steadygpt.data.tasks import CORE, GREEDY, HELLASWAG, SCHEMA, Task, load_core, load_hellaswag
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import any_length, autocast, choose_precision, evaluating
@@ -383,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (options.tasks == CORE) != bool(options.core_dir):
         raise UserError("--tasks core and --core_dir, the folder of the evaluation bundle, need each other; give both")
     with joined(options.device) as ranks:
-        path, checkpoint = open_checkpoint(options.checkpoint, Path(options.checkpoint_dir))
+        name, checkpoint = open_weights(options.checkpoint, Path(options.checkpoint_dir))
         model = load_model(checkpoint).to(ranks.device)
         tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
         precision = ranks.broadcast(choose_precision(options.precision, ranks.device))
@@ -392,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with autocast(ranks.device, precision):
             _, text = suite.scored(model, ranks, progress=ranks.is_main)
         if ranks.is_main:
-            print(printable(f"{path} at step {checkpoint['step']:,}: {text}", keep="\n"))
+            print(printable(f"{name} at step {checkpoint['step']:,}: {text}", keep="\n"))
     return 0
 
 

@@ -5,6 +5,8 @@ python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024
 python look.py --checkpoint_dir checkpoints --step 48213                             # rows of a step
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

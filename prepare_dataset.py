@@ -11,6 +11,8 @@ split, whatever the tokenizer. So the shards are byte-identical for any number o
 command resumes with the unit after the last shard.
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 import dataclasses
 import glob
 import os

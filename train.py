@@ -10,6 +10,8 @@ makes one update. Learning rate, data order and dropout masks follow from the co
 not stored. A checkpoint holds everything else: model, optimizer, loss scaler and TrainState.
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 import math
 import signal
 import sys

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--format", choices=("jsonl", "jsonl.gz", "parquet"), help="of the text; compares checkouts only"
     )
+    parser.add_argument("--tokenizer", default="gpt2", help="with --format (default: gpt2)")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     files, _ = local_files("stdlib")
@@ -83,8 +84,9 @@ def main() -> None:
 
         setting = f"{written / 1e6:.0f} MB of Python's standard library, {args.workers} workers"
         if args.format:
-            print(f"{setting}, {args.format}")
-            compare({"now": lambda: ours("gpt2"), "before": lambda: ours("gpt2", args.before)}, "MB/s", args)
+            print(f"{setting}, {args.format}, {args.tokenizer}")
+            sides = {"now": lambda: ours(args.tokenizer), "before": lambda: ours(args.tokenizer, args.before)}
+            compare(sides, "MB/s", args)
             return
         print(f"{setting}; training a tokenizer ...")
         trained = prepare("bpe:50257") / "tokenizer.json"

@@ -11,8 +11,6 @@ use_python() {  # PACKAGE: prefer the Python of .venv; it must have the package
     if [ -x "$repo/.venv/bin/python" ]; then PATH=$repo/.venv/bin:$PATH; fi
     python -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('$1'))" 2>/dev/null ||
         fail "found no Python with $1; run ./setup.sh first"
-    # By default, waiting threads spin, which slows training on a CPU down many times while other programs run.
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 }
 
 count_processes() {  # set gpus, and nproc: NPROC, or the number of GPUs, but at least 1

@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 

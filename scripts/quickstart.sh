@@ -33,7 +33,6 @@ cat <<'END'
 
 == next
   source .venv/bin/activate
-  export OMP_WAIT_POLICY=PASSIVE                    # faster on a CPU that other programs use too
   ./start_tensorboard.sh                            # curves at http://localhost:6006
   ./monitor_training.sh checkpoints/quickstart      # state, curves and speed in the terminal
   python generate.py best --checkpoint_dir checkpoints/quickstart --prompt "import " --num_seq 3

@@ -3,7 +3,7 @@
 #   ./setup.sh          packages for training
 #   ./setup.sh test     also the packages for scripts/test.sh
 #   ./setup.sh --check  install nothing; check this machine and print the plan of GPT-2, or of a run with other flags
-# PYTHON=python3.12 ./setup.sh selects the interpreter.
+# PYTHON=python3.12 ./setup.sh selects the interpreter; TORCH=cuda installs PyTorch for NVIDIA GPUs where there is none.
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 cd "$repo"
@@ -27,11 +27,20 @@ expected=$(version "$python")
 
 stamp=.venv/installed-$(cat scripts/requirements.txt "$list" | cksum | cut -d' ' -f1)
 if [ ! -f "$stamp" ]; then
-    echo "installing $list into .venv: PyTorch for a GPU is a download of 3 GB"
+    echo "installing $list into .venv"
+    trap 'exit 130' INT  # pip answers Ctrl-C with the status of an error
     [ -n "$found" ] || rm -rf .venv
     # A Ctrl-C during an earlier start may have left a part of .venv. It gets pip first and activate last.
     [ -f .venv/bin/activate ] && .venv/bin/python -m pip --version &> /dev/null || "$python" -m venv .venv
-    .venv/bin/python -m pip install --disable-pip-version-check -r "$list"
+    pip=(.venv/bin/python -m pip install --disable-pip-version-check)
+    torch=$(grep '^torch==' scripts/requirements.txt)
+    if [ "$(uname -sm)" = "Linux x86_64" ] && [ "${TORCH:-}" != cuda ] && ! nvidia-smi -L 2>/dev/null | grep -q ^GPU; then
+        echo "no NVIDIA GPU here, so PyTorch for CPUs: a download of 0.2 GB instead of 3 GB"
+        echo "for GPUs: rm -rf .venv && TORCH=cuda ./setup.sh"
+        "${pip[@]}" --retries 1 --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" ||
+            echo "PyTorch for CPUs is not available; installing PyTorch for GPUs"
+    fi
+    "${pip[@]}" -r "$list"
     touch "$stamp"
 fi
 echo ".venv has all packages of $list. To use it: source .venv/bin/activate"

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import steadygpt.launch  # noqa: F401  # before all others
+
+import torch
 
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli

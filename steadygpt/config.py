@@ -5,6 +5,7 @@ defaults.
 """
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -130,7 +131,7 @@ class TrainConfig(GPTConfig):
                           choices=("auto", "fp32", "bf16", "fp16"), aliases=("mixed_precision",),
                           spellings={"no": "fp32"})
     compile: str = _run("auto", "use torch.compile; auto: on CUDA only",
-                        choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"})
+                        choices=("auto", "on", "off"), spellings={"True": "on", "False": "off"}, bare="on")
     deterministic: bool = _run(False, "deterministic kernels: a GPU repeats the same bits; slower")
     profile: int = _run(0, "steps to trace for Perfetto, after the first 3; 0 = off", on_resume="launch")
     dry_run: bool = _run(False, "print the plan and exit", on_resume="launch")
@@ -367,13 +368,14 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
     if name.endswith(".toml"):
         path = Path(name)
     if not path.is_file():
-        presets = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
-        expected = f"a .toml file (see docs/from-other-trainers.md) or one of: {presets}"
-        raise UserError(f"--config {name}: no such file or preset; expected {expected}")
+        presets = sorted(p.stem for p in PRESETS.glob("*.toml"))
+        expected = f"a .toml file (see docs/from-other-trainers.md) or one of: {', '.join(presets)}"
+        hint = "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(name, presets, n=1))
+        raise UserError(f"--config {name}: no such file or preset; expected {expected}{hint}")
     try:
         if name in read_by:
             raise UserError("the file includes itself")
-        text = path.read_bytes().decode()
+        text = path.read_text("utf-8-sig")  # editors on Windows write a byte order mark
         written = tomllib.loads(text)
         written.pop("description", "")  # which ./start_training.sh shows
         for option, value in written.items():

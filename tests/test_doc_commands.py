@@ -148,7 +148,7 @@ def test_the_python_of_fine_tuning_samples_a_model(workdir, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", page_text("fine-tuning.md"), re.DOTALL)
     capsys.readouterr()
     exec(code, {})
-    assert capsys.readouterr().out.startswith("The ")
+    assert capsys.readouterr().out.startswith("The")
 
 
 @pytest.mark.parametrize("page", [

@@ -1,18 +1,21 @@
 """KV cache, sampling, loading a model, and the command generate.py."""
 
 import io
+import json
 import math
 import re
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
+import tokenizers
 import torch
 from ground import weights_content
 from test_files import damage
 from test_model import both_families, ids, small
 
-from generate import generate, main, sample, sample_texts
+from generate import generate, main, prompt_ids, sample, sample_texts
 from model import GPT, GPTConfig, KVCache
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
@@ -76,15 +79,29 @@ def test_temperature_scales_the_logits_and_top_k_keeps_their_ratios():
     assert frequencies(top_k=2) == pytest.approx([2 / 3, 1 / 3, 0], abs=0.01)
 
 
+def test_top_p_keeps_the_fewest_ids_with_at_least_this_probability():
+    for top_p, expected in {
+        1e-6: [1, 0, 0], 0.59: [1, 0, 0], 0.61: [2 / 3, 1 / 3, 0], 0.89: [2 / 3, 1 / 3, 0], 0.91: [0.6, 0.3, 0.1],
+    }.items():  # fmt: skip
+        assert frequencies(top_p=top_p) == pytest.approx(expected, abs=0.01), top_p
+    # It counts among those of top_k, where 2/3 and 1/3 are left.
+    assert frequencies(top_k=2, top_p=0.65) == [1, 0, 0]
+    # The order of the ids does not matter.
+    logits = torch.tensor([[0.1, 0.6, 0.3]] * 40000).log()
+    drawn = sample(logits, 1.0, top_p=0.7, generator=torch.Generator().manual_seed(0))
+    assert (drawn[:, 0].bincount(minlength=3) / 40000).tolist() == pytest.approx([0, 2 / 3, 1 / 3], abs=0.01)
+
+
 @pytest.mark.parametrize("logits", [
     [math.nan] * 4, [math.inf, 1.0, math.nan, 2.0], [math.inf] * 4, [-math.inf, math.nan, 0.0, 1.0],
     [1e38, -1e38, 0.0, 0.0],
 ])  # fmt: skip
 @pytest.mark.parametrize("top_k", [None, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
-def test_a_model_that_diverged_is_sampled_too(logits, top_k, temperature):
+@pytest.mark.parametrize("top_p", [0.1, 1.0])
+def test_a_model_that_diverged_is_sampled_too(logits, top_k, temperature, top_p):
     """On CUDA an exception there would also end the process."""
-    drawn = sample(torch.tensor([logits] * 9), temperature, top_k, torch.Generator().manual_seed(0))
+    drawn = sample(torch.tensor([logits] * 9), temperature, top_k, top_p, torch.Generator().manual_seed(0))
     assert drawn.shape == (9, 1) and ((drawn >= 0) & (drawn < 4)).all()
 
 
@@ -117,7 +134,7 @@ def test_ids_without_text_and_padding_are_never_sampled():
     prompt, generator = torch.zeros(8, 1, dtype=torch.int64), torch.Generator().manual_seed(0)
     assert 257 <= generate(model, prompt, 8, temperature=5.0, generator=generator).max() < 310
     assert generate(model, prompt, 8, generator=generator, vocab_size=257).max() < 257
-    assert len(sample_texts(model, get_tokenizer("bytes"), "", 8, generator, count=4)) == 4
+    assert len(sample_texts(model, get_tokenizer("bytes"), [256], 8, generator, count=4)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,6 +218,53 @@ def test_text_ends_with_the_document_or_after_max_tokens(texts, folder):
     torch.save(weights_content(model.state_dict(), model.config, step=3), folder / "latest.pt")
     assert texts("--temperature", "0") == "aaaaa\n"
     assert texts("--temperature", "0", "--max_tokens", "3") == "aaa\n"
+
+
+def with_ends(folder: Path, generation: object = None, config: object = None) -> None:
+    """Give the checkpoint the eos_token_id of a Hugging Face folder: of generation_config.json and of config.json."""
+    content = torch.load(folder / "latest.pt")
+    files = {} if generation is None else {"generation_config.json": json.dumps({"eos_token_id": generation})}
+    ids = {} if config is None else {"eos_token_id": config}
+    torch.save(content | {"tokenizer_files": json.dumps({"ids": ids, "files": files})}, folder / "latest.pt")
+
+
+def test_every_eos_token_id_of_the_weights_ends_a_text(texts, folder):
+    whole = texts("--max_tokens", "25", "--top_k", "0").removesuffix("\n")
+    first, second = whole.encode()[5], whole.encode()[9]
+    end = min(whole.encode().index(first), whole.encode().index(second))
+    for generation, config in [([first, second], None), (None, [first, second]), ([first, second], 255)]:
+        with_ends(folder, generation, config)
+        assert texts("--max_tokens", "25", "--top_k", "0") == whole[:end] + "\n"
+    with_ends(folder, 255, first)  # transformers reads generation_config.json first
+    assert texts("--max_tokens", "25", "--top_k", "0") == whole + "\n"
+    with_ends(folder, first)
+    prompt = chr(first) * 3  # an end in the prompt ends nothing
+    assert texts("--prompt", prompt).startswith(prompt)
+
+
+def test_stop_ends_a_text_after_the_prompt(texts):
+    whole = texts("--prompt", "abc", "--max_tokens", "25").removesuffix("\n")
+    stop = whole[10:12]
+    assert texts("--prompt", "abc", "--max_tokens", "25", "--stop", stop) == whole[: whole.index(stop, 3)] + "\n"
+    assert texts("--prompt", "abc", "--max_tokens", "25", "--stop", "bc").startswith("abc")
+    assert texts("--prompt", "abc", "--max_tokens", "25", "--stop", "never there") == whole + "\n"
+
+
+def test_special_tokens_in_a_prompt():
+    """Property, over random prompts: as special tokens the ids of transformers, raw those of ordinary text."""
+    random = Random(0)
+    for name in ("gpt2", "bytes"):
+        tokenizer = get_tokenizer(name)
+        library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+        for _ in range(100):
+            parts = ["<|endoftext|>", "<|endoftext", "|>", " ", "a", "\n", "\u00e9", "don't"]
+            prompt = "".join(random.choices(parts, k=random.randrange(8)))
+            expected = library.encode(prompt, add_special_tokens=False).ids
+            if expected[:1] != [tokenizer.document_id]:
+                expected = [tokenizer.document_id, *expected]
+            assert prompt_ids(tokenizer, prompt) == expected
+            raw = prompt_ids(tokenizer, prompt, raw=True)
+            assert raw.count(tokenizer.document_id) == 1 and tokenizer.decode(raw[1:]) == prompt
 
 
 def test_every_kind_of_checkpoint_can_be_used_and_a_corrupt_one_is_skipped_with_a_warning(texts, folder):

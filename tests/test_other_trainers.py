@@ -128,6 +128,7 @@ def copied(tmp_path, monkeypatch) -> Path:
         f""""-m venv "*) {sys.executable} {tmp_path}/venv.py "$3" "$0"; {noted} ;; *sys.version_info*) echo 3.12 ;;
         *find_spec*) ;; "-m pip --version") [ -e {tmp_path}/repo/.venv/bin/activate ] ;; *) {noted}""",
     )
+    write_interpreter(tmp_path / "nvidia-smi", "*) echo GPU 0: a card")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHON", str(python))
     monkeypatch.chdir(tmp_path)
@@ -147,6 +148,27 @@ def test_setup_creates_the_environment_of_its_repository_once(copied):
     assert set_up() == set_up() == (0, READY)
     assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL]
     assert (copied / ".venv/bin/activate").exists() and not Path(".venv").exists()
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_setup_installs_pytorch_for_cpus_where_there_is_no_gpu(copied, monkeypatch, available):
+    write_interpreter(Path("nvidia-smi"), "*) echo No devices were found; exit 6")
+    write_interpreter(Path("uname"), "*) echo Linux x86_64")
+    write_interpreter(
+        copied / ".venv/bin/python",
+        f"""*version_info*) echo 3.12 ;; *--version*) ;; *) echo "$*" >> {os.getcwd()}/noted
+        case "$*" in *index-url*) exit {int(not available)} ;; esac""",
+    )
+    (copied / ".venv/bin/activate").touch()
+    assert set_up() == (0, READY)
+    for_cpus, rest = Path("noted").read_text().splitlines()
+    [torch] = [line for line in Path(copied, "scripts/requirements.txt").read_text().splitlines() if "torch==" in line]
+    assert for_cpus.endswith(f"--no-deps --index-url https://download.pytorch.org/whl/cpu {torch}") and rest == INSTALL
+    for file in copied.glob(".venv/installed-*"):
+        file.unlink()
+    monkeypatch.setenv("TORCH", "cuda")
+    assert set_up() == (0, READY)
+    assert Path("noted").read_text().splitlines()[2:] == [INSTALL]
 
 
 def test_setup_completes_an_environment_whose_creation_was_interrupted(copied):

@@ -215,7 +215,7 @@ FLAGS: list[tuple] = [
     (f"look {'x' * 300}", "cannot be read (File name too long); fix the disk or the permissions, or give another path"),
     ("train --config train.yaml", "expected a .toml file (see docs/from-other-trainers.md) or one of: gpt-neox-1.2b"),
     ("generate none.pt", "none.pt: no such"),
-    (f"generate average:{HUGE}", f"average:{HUGE}: no such checkpoint"),
+    (f"generate average:{HUGE}", f"average:{HUGE}: no such file"),
     ("generate --prompt_file none", "--prompt_file none: No such file or directory; expected a text file"),
     ("generate --prompt_file empty", "--prompt_file empty: empty", file("empty", b"")),
     ("generate --prompt_file line", "--prompt_file line: empty", file("line", b"\n")),
@@ -294,12 +294,16 @@ READ_LAST: list[tuple] = [  # the content of shards, which takes long to read: a
 CHECKPOINTS: list[tuple] = [
     ("train --resume", "no checkpoints in checkpoints"),
     ("train --resume lates", "--resume lates: no such file"),
-    ("train --resume data", "no checkpoints in data; try another --checkpoint_dir"),
+    ("train --resume s3://bucket/run", "to resume from a store, use --resume latest --mirror s3://bucket/run"),
+    ("generate s3://bucket/run", "with scripts/upload_manager.py download latest --mirror s3://bucket/run"),
+    ("train --resume hf", "hf: a Hugging Face folder, not one of a run; start a run with --init_from hf",
+     lambda: (Path("hf").mkdir(), Path("hf/config.json").write_text("{}"))),
+    ("train --resume data", "no checkpoints in data; give another folder"),
     ("train --resume weights.pt", "not a checkpoint of SteadyGPT", lambda: torch.save({"weight": 0}, "weights.pt")),
     ("upload_manager list", "--mirror is missing; expected a URL"),
     ("upload_manager upload-all best", "upload-all best: expected no name"),
-    ("train --list_checkpoints", "no checkpoints in checkpoints; try another"),
-    ("look --step 1", "no checkpoints in checkpoints; try another --checkpoint_dir"),
+    ("train --list_checkpoints", "no checkpoints in checkpoints; give another"),
+    ("look --step 1", "no checkpoints in checkpoints; give another folder"),
     (f"train {OF_RUN}",
      f"{RUN} already holds checkpoints; resume from them with --resume latest, or use another --checkpoint_dir"),
     (f"train {OF_RUN} --resume", f"{RUN}: in use by process ... on ...; wait for it", lambda: lock_folder(RUN, "")),
@@ -308,7 +312,7 @@ CHECKPOINTS: list[tuple] = [
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
     (f"train {OF_RUN} --resume second/latest.pt", f"{RUN} already holds checkpoints", second),
     *((f"train --checkpoint_dir links --resume {which}",
-       "links: all checkpoints are corrupt: links/latest.pt: no such checkpoint", links)
+       "links: all checkpoints are corrupt: links/latest.pt: no such file", links)
       for which in ("latest", "auto")),
     (f"train {OF_RUN} --resume loop", "/loop: no such file; expected latest, auto", links),
     # Changes that a resume does not accept.

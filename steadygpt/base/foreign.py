@@ -30,6 +30,8 @@ DCP = (
     "dcp_to_torch {folder} NEW.pt"
 )
 PART = "a part of a Hugging Face folder; give the folder: {folder}"
+ZERO = "a checkpoint of DeepSpeed; write its weights with the script that is beside it: python zero_to_fp32.py"
+MEGATRON = "a checkpoint of Megatron-LM; write a Hugging Face folder with Megatron Bridge, and convert that"
 OTHER_LIBRARY = "weights for other libraries; give those for PyTorch"
 LLMC_IDS = "token ids of llm.c; train on their folder with --data_dir {folder}"
 WEB_PAGE = "a web page; download the file itself, or write the text of the page into a .txt file"
@@ -71,7 +73,10 @@ NAMES = {
     ".metadata": DCP,
     "*.distcp": DCP,
     "config.json": PART, "tokenizer.json": PART, "tokenizer_config.json": PART, "generation_config.json": PART,
-    "dataset_info.json": PART, "state.json": PART,
+    "dataset_info.json": PART, "state.json": PART, "trainer_state.json": PART, "training_args.bin": PART,
+    "optimizer.pt": PART, "scheduler.pt": PART, "scaler.pt": PART, "rng_state*.pth": PART,
+    "zero_to_fp32.py": ZERO, "*mp_rank_*_model_states.pt": ZERO, "*_optim_states.pt": ZERO,
+    "model_optim_rng.pt": MEGATRON, "latest_checkpointed_iteration.txt": MEGATRON,
     "*.h5": OTHER_LIBRARY, "*.msgpack": OTHER_LIBRARY, "*.onnx": OTHER_LIBRARY, "*.ot": OTHER_LIBRARY,
     "*.tflite": OTHER_LIBRARY,
 }  # fmt: skip
@@ -79,6 +84,10 @@ NAMES = {
 CONTENTS = {
     "model_args.dim": (
         "a checkpoint of llama2.c; export it there: python export.py NEW_FOLDER --checkpoint {file} --version -1"
+    ),
+    "model_args.block_size": (
+        "a checkpoint of nanoGPT; start a run from its weights with --init_from {file}, or convert it: "
+        "python convert_hf.py {file} NEW.pt"
     ),
     "config.num_eigenstates": (
         "a checkpoint of a temporal eigenstate network; its architecture is not offered, so train a new model"

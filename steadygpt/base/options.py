@@ -21,8 +21,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from steadygpt import version_text
 from steadygpt.base.text import printable
+from steadygpt.version import version_text
 
 Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
@@ -141,8 +141,8 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
         if not argument.isascii() and "\\udc" in shown:
             encoding = sys.getfilesystemencoding()
             raise UserError(
-                f"{shown}: not valid {encoding}; write it in this encoding, or rename the file, or set LC_ALL=C.UTF-8 "
-                "and PYTHONUTF8=1"
+                f"{shown}: not valid {encoding}; write it in this encoding, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1; if "
+                "a file has this name, rename it"
             )
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)
@@ -217,11 +217,11 @@ def _unknown_text(unknown: Sequence[str], options: type) -> str:
             continue  # the value of an unknown flag
         name = word.lstrip("-").lower() if is_flag else ""
         # 0.85: a typing mistake, or a letter more or less. Below that, names are similar by chance.
-        close = difflib.get_close_matches(name, options_of(options), n=1, cutoff=0.85)
-        if advice_of_flag.get(name):
-            advice = advice_of_flag[name]
-        elif close:
-            advice = f"did you mean --{close[0]}?"
+        [close] = difflib.get_close_matches(name, [*options_of(options), *advice_of_flag], n=1, cutoff=0.85) or [name]
+        if advice_of_flag.get(close):
+            advice = advice_of_flag[close]
+        elif close in options_of(options):
+            advice = f"did you mean --{close}?"
         else:
             advice = "see --help"
         problems.append(f"unknown argument {word!r}; {advice}")
@@ -249,6 +249,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
     used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  # None if the shell has closed it: >&-
         stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks

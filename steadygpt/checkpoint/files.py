@@ -48,6 +48,10 @@ NOT_YET = {
 }
 ROLLING, EPOCH = "rolling_step_{:06d}.pt", "epoch_{:05d}.pt"
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
+PICKLE = (
+    "a pickle of Python objects, which could run code; convert_hf.py reads those of nanoGPT, build-nanogpt and "
+    "gpt2-from-scratch. In other programs, save a Hugging Face folder (save_pretrained)"
+)
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
 
 Scores = dict[str, Number | None]  # such as val_loss; None: not finite
@@ -291,16 +295,18 @@ class Best(NamedTuple):
 
 def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
+    if Path(folder, "config.json").exists():
+        return UserError(f"{folder}: a Hugging Face folder, not one of a run; start a run with --init_from {folder}")
     orders_below = []
     for subfolder in folder.glob("*/"):
         with suppress(Unreadable):
             orders_below += [(file.order, file.path.parent) for file in scan(subfolder)]
     if orders_below:
         _, newest_folder = max(orders_below)
-        advice = f"--checkpoint_dir {newest_folder}"
+        advice = f", such as {newest_folder}"
     else:
-        advice = "another --checkpoint_dir"
-    return UserError(f"no checkpoints in {folder}; try {advice}")
+        advice = ""
+    return UserError(f"no checkpoints in {folder}; give another folder{advice}")
 
 
 def check_folder(folder: Path, resumed_from: Path | None) -> None:
@@ -398,14 +404,14 @@ def load_verified(path: Path, only_head: bool = False) -> object:
                     raise zipfile.BadZipFile(f"checksum of record {corrupt_record}")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint; try another --checkpoint_dir") from None
+        raise UserError(f"{path}: no such file; give that of a checkpoint") from None
     except Exception as error:  # on arbitrary bytes a parser may raise anything, and the next file may be intact
         cause = error.__context__ if isinstance(error, zipfile.BadZipFile) else error  # zipfile replaces an OSError
         if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # EINVAL comes from a wrong offset in the file
             problem = f"{path}: cannot be read ({cause.strerror or cause})"
             raise Unreadable(f"{problem}; fix the disk or the permissions, or give an older file") from error
         if isinstance(error, pickle.UnpicklingError):
-            description = what_it_is(path) or f"it holds more than tensors and plain types; {NOT_OURS}"
+            description = what_it_is(path) or PICKLE
             raise NotOurs(f"{path}: {description}") from error
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: {what_it_is(path) or f'corrupt ({reason})'}") from error
@@ -414,7 +420,7 @@ def load_verified(path: Path, only_head: bool = False) -> object:
 def check_ours(content: Any, path: Path) -> None:
     """Refuse the content of a file of another program, and say what to do with it."""
     if isinstance(content, dict) and "format_version" not in content:
-        raise NotOurs(f"{path}: {what_it_holds(content, path) or what_it_is(path) or NOT_OURS}")
+        raise NotOurs(f"{path}: {what_it_is(path) or what_it_holds(content, path) or NOT_OURS}")
     version = content["format_version"] if isinstance(content, dict) else None
     if not isinstance(version, int) or version != FORMAT_VERSION:  # a tensor would compare its elements
         raise OtherVersion(f"{path}: format_version is {version!r:.50}; expected {FORMAT_VERSION}; {ADVICE}")

@@ -203,12 +203,15 @@ def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
     values = resolved(config)
     values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
     values["logit_softcap"] = config.logit_softcap or None
-    return {
+    stored = {
         "architectures": [family.architecture],
         "model_type": kind,
         **{family.fields[name]: values[name] for name in family.defaults},
         **dict.fromkeys(family.dropouts, config.dropout),
     }
+    if family is GPT2:
+        stored["n_ctx"] = config.context_length  # llama.cpp's converter reads it
+    return stored
 
 
 def find_family(config: GPTConfig) -> str:

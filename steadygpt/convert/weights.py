@@ -21,6 +21,7 @@ from steadygpt.base.text import labelled
 from steadygpt.base.typed import Count, parse_json, read_json
 from steadygpt.checkpoint.files import (
     FORMAT_VERSION,
+    NAMED,
     WITHOUT_RUN,
     as_checkpoint,
     check_tensors,
@@ -62,6 +63,9 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
+    if "://" in source:
+        to_download = f"scripts/upload_manager.py download latest --mirror {source}"
+        raise UserError(f"{source}: expected a file, a folder or a name on the Hub; download a run with {to_download}")
     path = Path(source)
     user_record = record_named(tokenizer)
     if path.is_dir():
@@ -83,6 +87,18 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
         return _read_folder(folder, source, user_record)
     checkpoint = _read_folder(folder, source, user_record, with_weights=False)
     return checkpoint | {"source": f"{repo.name}@{repo.commit}"}
+
+
+def open_weights(source: str, folder: Path, tokenizer: str = "") -> tuple[str, dict]:
+    """Return the name and the weights that a command asks for.
+
+    Args:
+        source: latest, best, stable or average:N of the folder; for others see read_weights.
+    """
+    if source not in ("latest", *NAMED) and not source.startswith("average:"):
+        return source, read_weights(source, tokenizer)
+    path, checkpoint = open_checkpoint(source, folder)
+    return str(path), with_tokenizer(checkpoint, record_named(tokenizer), path)
 
 
 class Kept(TypedDict):
@@ -111,8 +127,8 @@ class CheckpointOptions(ModelOptions):
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, a folder for its latest, or average:N for the mean weights of the newest N "
-        "rolling checkpoints",
+        "latest, best, stable, a file, a folder for its latest, average:N for the mean weights of the newest N "
+        "rolling checkpoints, or weights as for --init_from of train.py, such as gpt2",
         positional=True,
     )
 
@@ -424,6 +440,16 @@ def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:
         if any(i >= vocab_size for i in values):
             del ids[name]
     return Kept(ids=ids, files={name: text for name, text in content["files"].items() if name in hub.KEPT_FILES})
+
+
+def end_ids(record: TokenizerRecord, vocab_size: int) -> list[int]:
+    """Return the ids that end a text of the weights of a Hugging Face folder, as transformers reads them there."""
+    kept = read_kept(record, vocab_size)
+    generation = json.loads(kept["files"].get("generation_config.json", "{}"))
+    ends = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    ends = kept["ids"].get("eos_token_id") if ends is None else ends
+    ends = ends if isinstance(ends, list) else [ends]
+    return [i for i in ends if isinstance(i, int)]
 
 
 def _assume_gpt2(config: GPTConfig, source: Path | str) -> TokenizerRecord:

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+NAMED_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+    "additional_special_tokens", "extra_special_tokens",
+)  # fmt: skip
 SENTENCE_PIECE = ".model"  # suffix
 TO_SAVE = (
     "python -c \"import transformers; transformers.AutoTokenizer.from_pretrained('{}').save_pretrained('converted')\", "
@@ -124,6 +128,18 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises no other type
             raise UserError(f"{self.where}: the library tokenizers cannot encode a text with it ({error})") from error
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text in which the name of a special token stands for the token."""
+        if not self._special_pattern.search(text):
+            return self.encode(text)
+        if self.encoding and not self.json:
+            return self.encoding.encode(text, allowed_special="all")
+        self.library.encode_special_tokens = False
+        try:
+            return self.library.encode(text, add_special_tokens=False).ids
+        finally:
+            self.library.encode_special_tokens = True
 
     def _needs_library(self, text: str) -> bool:
         """Return whether a text has a literal, or changes by NFC, where releases of Unicode differ."""
@@ -392,18 +408,22 @@ def warn_of_neighbours(path: Path, text: str) -> None:
     changes = []
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # broken files change nothing
         content = json.loads(text)
-        own = {token["content"]: token["id"] for token in content["added_tokens"]}
         config = _neighbour(path, TOKENIZER_CONFIG)
-        added = _neighbour(path, "added_tokens.json")
-        for i, token in config.get("added_tokens_decoder", {}).items():
-            added[token["content"]] = int(i)
-        changes = [f"the token {token!r} with the id {i}" for token, i in added.items() if own.get(token) != i]
+        own = {token["content"]: token for token in content["added_tokens"]}
+        others: list[dict] = [{"content": name, "id": i} for name, i in _neighbour(path, "added_tokens.json").items()]
+        others += [{**token, "id": int(i)} for i, token in config.get("added_tokens_decoder", {}).items()]
+        for key in NAMED_TOKENS:
+            value = config.get(key) or []
+            for token in value if isinstance(value, list) else [value]:
+                others.append({"content": token["content"] if isinstance(token, dict) else token})
+        differing = {token["content"] for token in others if not token.items() <= own.get(token["content"], {}).items()}
+        changes = [f"the token {token!r}" for token in sorted(differing)]
         if config.get("add_prefix_space") and content["pre_tokenizer"].get("add_prefix_space") is False:
             changes.append("a space before each text")
     if changes:
         say(
-            f"warning: {path}: other files of its folder add {shorten(', '.join(changes), 200)}; only transformers "
-            f"follows them. To have it in {TOKENIZER_JSON}: {TO_SAVE.format(path.parent)}"
+            f"warning: {path}: other files of its folder add or change {shorten(', '.join(changes), 200)}; only "
+            f"transformers follows them. To have it in {TOKENIZER_JSON}: {TO_SAVE.format(path.parent)}"
         )
 
 

@@ -30,11 +30,11 @@ def open_wandb(config: TrainConfig, run_id: str, warn: Callable[[str], object]) 
         raise UserError("--use_wandb: wandb is not installed; pip install wandb, or drop the flag") from error
     shown = shown_options(config)
     has_secrets = any(value for option, value in vars(config).items() if option not in shown)
-    # log.txt has the output. W&B's metadata would have the command line.
-    settings = wandb.Settings(
-        console="off", quiet=True, x_disable_meta=has_secrets, init_timeout=CONNECT_S, finish_timeout=FINISH_S,
-        finish_timeout_raises=True,
-    )  # fmt: skip
+    # log.txt has the output. W&B's metadata would have the command line. Not wandb.Settings, which init() would change.
+    settings = {
+        "console": "off", "quiet": True, "x_disable_meta": has_secrets, "init_timeout": CONNECT_S,
+        "finish_timeout": FINISH_S, "finish_timeout_raises": True,
+    }  # fmt: skip
     init = partial(
         wandb.init, project=os.environ.get("WANDB_PROJECT", "steadygpt"), name=config.name,
         dir=Path(config.checkpoint_dir).absolute(), config=shown, settings=settings,

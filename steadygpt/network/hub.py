@@ -17,7 +17,10 @@ from steadygpt.network.stores import RemoteFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
 # Files of a model besides weights and tokenizer.json: how it ends texts, and how a chat is written.
-KEPT_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+KEPT_FILES = (
+    "generation_config.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
 CONVERTED = "refs/convert/parquet"  # the revision with the Hub's own copy of a data set in Parquet
 
 

@@ -14,7 +14,6 @@ from evaluation import validation_rows
 from hellaswag_eval import hellaswag_of_run
 from model import GPT, sketch_of
 from optim import make_optimizer, state_shapes
-from steadygpt import git_commit
 from steadygpt.base.options import RankError
 from steadygpt.checkpoint.files import FORMAT_VERSION, LATEST, DataRecord, TrainState, check_tensors
 from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
@@ -30,6 +29,7 @@ from steadygpt.run.run import Run
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
 from steadygpt.start.settle import rows_per_epoch
+from steadygpt.version import git_commit
 
 # Options of these groups determine a step, except for the time limit and for what a launch records in another form.
 STEP_GROUPS = ("run", "model", "data", "optimization", "distributed")

@@ -63,6 +63,9 @@ def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> Train
     """
     if config.resume in ("", *WORDS):
         return config
+    if "://" in config.resume:
+        advice = f"to resume from a store, use --resume latest --mirror {config.resume}"
+        raise UserError(f"--resume {config.resume}: expected a file or folder of this machine; {advice}")
     path = Path(config.resume)
     # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
     if path.is_symlink() and not path.is_dir() and path not in files.checkpoint_files(path.parent):

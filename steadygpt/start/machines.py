@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from steadygpt import code_digest
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
+from steadygpt.version import code_digest
 
 
 def agreed_command(

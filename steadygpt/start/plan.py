@@ -9,7 +9,6 @@ import torch
 
 from evaluation import validation_rows
 from model import GPT, sketch_of
-from steadygpt import version_text
 from steadygpt.base.durable import existing
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.files import LATEST, checkpoint_bytes
@@ -24,6 +23,7 @@ from steadygpt.run.schedule import epochs
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
 from steadygpt.start.settle import rows_per_epoch
+from steadygpt.version import version_text
 
 SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
 ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known
@@ -123,8 +123,10 @@ def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> lis
     if config.checkpoint_minutes:
         lines.append(labelled("saves", saves_text(config, model)))
     memory, host = estimate_memory(config, model, ranks)
+    # The monitor shows a GPU's tensors, but the whole process on a CPU.
+    where = "per rank" if ranks.device.type == "cuda" else "per rank, besides Python and its libraries"
     lines += [
-        labelled("memory", uses_text(memory, "per rank", memory_bytes(ranks.device), "--mini_batch_size auto")),
+        labelled("memory", uses_text(memory, where, memory_bytes(ranks.device), "--mini_batch_size auto")),
         labelled("host memory", uses_text(host, "on rank 0", available_memory_bytes(), "a larger host")),
         *time_lines(start, config, data, model, ranks),
     ]

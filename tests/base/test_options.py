@@ -10,9 +10,10 @@ from conftest import REPO
 
 import prepare_dataset
 import train
-from steadygpt import __version__, git_commit
+from steadygpt import __version__
 from steadygpt.base import options
 from steadygpt.base.options import RankError, UserError, option, parse_options, run_cli
+from steadygpt.version import git_commit
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
         path.unlink()
     later, last, _, name, *details, weights, optimizer = printed
     assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact", lines[1])
-    assert later.startswith(ROLLING.format(10)) and "  no such checkpoint; " in later
+    assert later.startswith(ROLLING.format(10)) and "  no such file; " in later
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "elapsed_s 4.0" in text and "step 20, rows_consumed 80, " in text
@@ -207,13 +207,13 @@ def test_no_line_of_the_table_is_longer_than_the_terminal(listed_folder, columns
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
-    with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; try another --checkpoint_dir$"):
+    with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; give another folder$"):
         next(checkpoint_table(tmp_path))
     for step, name in enumerate(("empty", "older", "newer")):
         (tmp_path / name).mkdir()
         if step:
             write_checkpoint(tmp_path / name, step, "latest.pt")
-    with pytest.raises(UserError, match=f"; try --checkpoint_dir {tmp_path}/newer$"):
+    with pytest.raises(UserError, match=f"; give another folder, such as {tmp_path}/newer$"):
         next(checkpoint_table(tmp_path))
 
 
@@ -382,7 +382,7 @@ class RunsCode:
 
 
 NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
-NO_ZIP, CODE = "corrupt (File is not a zip file)", "it holds more than tensors and plain types"
+NO_ZIP, CODE = "corrupt (File is not a zip file)", "a pickle of Python objects"
 RUN = run_content(4)
 
 

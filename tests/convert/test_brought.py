@@ -2,7 +2,9 @@
 
 import json
 import struct
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from convert_hf import write_folder
 from steadygpt.base.options import UserError
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import open_shard
+from steadygpt.data.tokenizer import load_tokenizer, record_named
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -68,6 +71,7 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(with_model):
 STORED = {
     "generation_config.json": '{"eos_token_id": [257, 258], "temperature": 0.6}',
     "tokenizer_config.json": '{"chat_template": "{{ messages }}", "eos_token": "<|im_end|>"}',
+    "added_tokens.json": '{"<|im_end|>": 257}',
     "special_tokens_map.json": '{"eos_token": "<|im_end|>"}',
     "chat_template.jinja": "{% for message in messages %}é{% endfor %}",
 }
@@ -291,7 +295,11 @@ def empty(path: Path) -> None:
     ("out.pt", torch_file({"model": {}, "model_args": {"dim": 288, "n": 6}}), "a checkpoint of llama2.c; export"),
     ("model_000100.pt", torch_file({"transformer.h.0.attn.c_q.weight": torch.ones(2)}), "checkpoint of nanochat; conv"),
     ("x.ckpt", torch_file({"state_dict": {}, "pytorch-lightning_version": "2"}), "a checkpoint of Lightning"),
-    ("optimizer.pt", torch_file({"state": {}, "param_groups": []}), "the state of an optimizer"),
+    ("optim.pt", torch_file({"state": {}, "param_groups": []}), "the state of an optimizer"),
+    ("optimizer.pt", torch_file({"state": {}, "param_groups": []}), "a part of a Hugging Face folder; give the folder"),
+    ("mp_rank_00_model_states.pt", torch_file({"module": {}}), "a checkpoint of DeepSpeed; .* zero_to_fp32.py"),
+    ("model_optim_rng.pt", torch_file({"model": {}}), "a checkpoint of Megatron-LM; write a Hugging Face folder"),
+    ("whole.pt", lambda path: torch.save(Random(0), path), "a pickle of Python objects, which could run code"),
     ("final_model.pt", torch_file({"model_state_dict": {}, "config": {"num_eigenstates": 4}}), "temporal eigenstate"),
     ("checkpoint-5.pt", torch_file({"model_state_dict": {}, "optimizer_state_dict": {"param_groups": []}}),
      "a checkpoint of another trainer"),
@@ -338,3 +346,53 @@ def test_small_ids_without_a_name_are_not_taken_for_gpt2_in_silence(capsys):
 def test_an_adapter_of_the_hub_is_refused_too(standin):
     standin.put("models/some/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
     assert mistake("some/adapter").startswith("some/adapter: an adapter of peft; merge it into its model first: python")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is beside a tokenizer.json
+
+
+def random_tokenizer_folder(random: Random, folder: Path) -> None:
+    """Write a tokenizer.json, and beside it files that may add tokens, change them or name them."""
+    names = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<pad>"]
+    special = {name: 256 + i for i, name in enumerate(names[: random.randint(1, 4)])}
+    (folder / "tokenizer.json").write_text(byte_tokenizer(special))
+    config: dict = {}
+    for key in ("eos_token", "bos_token", "unk_token", "pad_token"):
+        if random.random() < 0.4:
+            config[key] = random.choice([*special, *special, "<extra>", None])
+    if random.random() < 0.3:
+        config["additional_special_tokens"] = [random.choice([*special, "<add>"])]
+    if random.random() < 0.3:
+        config["add_prefix_space"] = random.choice([True, False])
+    if random.random() < 0.5:
+        flags = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+        decoder = {i: {"content": name} | flags for name, i in special.items()}
+        if random.random() < 0.5:
+            decoder[256 + len(special)] = {"content": random.choice(["<new>", "word"])} | flags
+        if random.random() < 0.5:
+            decoder[256][random.choice(["special", "lstrip"])] ^= True
+        config["added_tokens_decoder"] = decoder
+    if random.random() < 0.2:
+        (folder / "added_tokens.json").write_text(json.dumps({"<new>": 256 + len(special)}))
+    if random.random() < 0.8:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_ids_are_those_of_transformers_or_a_warning_names_what_only_transformers_follows(tmp_path, capsys):
+    """Property, for random folders and texts."""
+    random = Random(0)
+    seen = Counter()
+    for number in range(60):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        random_tokenizer_folder(random, folder)
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        ours = load_tokenizer(record_named(str(folder)))
+        warned = "only transformers follows them" in capsys.readouterr().err
+        parts = ["<|endoftext|>", "<|im_end|>", "<pad>", "<new>", "word", "<extra>", "<add>", " ", "a", "\n", "\u00e9"]
+        texts = ["".join(random.choices(parts, k=8)) for _ in range(10)]
+        equal = all(theirs(text, add_special_tokens=False)["input_ids"] == ours.encode_prompt(text) for text in texts)
+        assert equal or warned, folder
+        seen[equal, warned] += 1
+    assert seen[True, False] > 5 and seen[False, True] > 5 and seen[True, True] < 9

@@ -195,9 +195,13 @@ def test_wandb_that_is_not_installed_is_a_user_error(tmp_path, monkeypatch):
 
 @pytest.mark.storm
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_server_of_wandb_that_is_down_or_silent_takes_less_than_a_minute(tmp_path, monkeypatch, capsys, answers):
+def test_a_server_of_wandb_that_is_down_or_silent_takes_less_than_a_minute(
+    tmp_path, monkeypatch, capsys, answers, request
+):
     """The real package; the time that it has is shorter than in a run."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # else the environment that other tests had is kept
+    request.addfinalizer(wandb.teardown)
     monkeypatch.setattr(wandb_sink, "CONNECT_S", 5.0)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)

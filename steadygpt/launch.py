@@ -1,0 +1,37 @@
+"""The launch of a command, which imports this module before all others.
+
+Where a command is only imported, by a test or a notebook, this changes nothing.
+"""
+
+import importlib.util
+import os
+import signal
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+PACKAGES = ("torch", "numpy", "tiktoken", "msgspec", "tqdm")
+
+
+def launch() -> None:
+    # Python turns Ctrl-C into an exception, which imports may swallow or answer with exceptions of their own. Nothing
+    # can be lost before run_cli(), so Ctrl-C just ends the process.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Otherwise waiting threads spin, which slows training on a CPU down many times while other programs run.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
+    if missing or sys.version_info < (3, 11):
+        version = ".".join(map(str, sys.version_info[:2]))
+        lacks = f" without {missing[0]}" if missing else ""
+        set_up = "" if os.path.exists(f"{ROOT}/.venv/bin/activate") else "./setup.sh, then "
+        print(
+            f"error: {sys.executable} is Python {version}{lacks}; expected Python 3.11 or later with the packages of "
+            f"SteadyGPT. Try: {set_up}source .venv/bin/activate",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+program = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+if program.endswith(".py") and os.path.dirname(program) in (ROOT, f"{ROOT}/scripts"):
+    launch()
