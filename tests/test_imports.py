@@ -19,6 +19,7 @@ FILES = {path.stem: path for path in COMMANDS} | {
 # From the ground up. model.py and dataloader.py are the room "model", generate.py and hellaswag_eval.py "scores";
 # optim.py and evaluation.py are rooms of their own, the other files at the root "commands".
 FLOORS = [
+    "launch version",
     "base",
     "machine network choices",
     "optim data",

@@ -122,12 +122,7 @@ class Tokenizer:
         """Return the ids of a text without lone surrogates, (n,) uint32."""
         if self.encoding and not self._needs_library(text):
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        try:
-            return np.array(self.library.encode(text, add_special_tokens=False).ids, np.uint32)
-        except UserError:
-            raise
-        except Exception as error:  # the library raises no other type
-            raise UserError(f"{self.where}: the library tokenizers cannot encode a text with it ({error})") from error
+        return np.array(self._ids_of_library(text), np.uint32)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text in which the name of a special token stands for the token."""
@@ -137,9 +132,16 @@ class Tokenizer:
             return self.encoding.encode(text, allowed_special="all")
         self.library.encode_special_tokens = False
         try:
-            return self.library.encode(text, add_special_tokens=False).ids
+            return self._ids_of_library(text)
         finally:
             self.library.encode_special_tokens = True
+
+    def _ids_of_library(self, text: str) -> list[int]:
+        library = self.library
+        try:
+            return library.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises no other type
+            raise UserError(f"{self.where}: the library tokenizers cannot encode a text with it ({error})") from error
 
     def _needs_library(self, text: str) -> bool:
         """Return whether a text has a literal, or changes by NFC, where releases of Unicode differ."""
