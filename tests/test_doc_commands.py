@@ -61,7 +61,8 @@ def commands_of(page: Path) -> list[str]:
         part.strip() for line in [*lines, *cells] for part in re.split(r"   +|&+(?: |$)|\|\|? | > |; (?:do )?", line)
     ]
     parts = [part.removesuffix("'") if part.count("'") % 2 else part for part in parts]  # ssh HOST 'cd PROJECT && ...'
-    return [part for part in parts if re.match(LAUNCHERS, part) and re.search(r"\.(py|sh)\b| -m ", part)]
+    ours = [part for part in parts if "llama.cpp/" not in part]  # of another repository
+    return [part for part in ours if re.match(LAUNCHERS, part) and re.search(r"\.(py|sh)\b| -m ", part)]
 
 
 def parts_of(command: str) -> tuple[str, list[str]]:
