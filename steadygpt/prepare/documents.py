@@ -30,6 +30,7 @@ LONGEST_LINE = 10**9  # bytes; reading a line of JSON takes four times as much m
 CUT_WINDOW = 4000  # bytes in which to look for a place to cut a text
 LEAST_WINDOW = 32  # the same for short pieces; a smaller window would cut within words
 PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # suffix of a packed text -> its first bytes
+REPAIR = "repair or remove it, then run this again"  # advice, while no shard is written
 NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
@@ -398,7 +399,7 @@ def naming(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno:  # of this machine
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        advice = "repair or remove it, then run this again"
+        advice = REPAIR
         if "requires too much memory" in reason:
             file = shlex.quote(name)
             advice = (

@@ -161,7 +161,7 @@ def choose(source: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
             number = next(number for number, tier in enumerate(TIERS) if suffix in tier)
             tiers[number].append(name)
         else:
-            reasons[what_to_type(source, name)].append(name)
+            reasons[what_to_type(source, name, names)].append(name)
     chosen = next(filter(None, tiers), [])
     if not chosen:
         raise nothing_found(source, names, reasons)
@@ -189,8 +189,8 @@ def glob_of(source: str, names: Sequence[str]) -> str:
     return f"--source {shlex.quote(f'{base}/**/*{suffix_of(names[0])}')}"
 
 
-def what_to_type(source: str, name: str) -> str:
-    """Return why a file of a kind that is not read is left out, and what to type if it is data."""
+def what_to_type(source: str, name: str, names: Sequence[str]) -> str:
+    """Return why a file of a kind that is not read is left out, one of these names, and what to type if it is data."""
     then = "then run this again"
     if "://" in name and any(re.search(pattern, name.lower()) for pattern in ARCHIVES):
         return "an archive; unpack it"
@@ -201,8 +201,10 @@ def what_to_type(source: str, name: str) -> str:
                 then = f"then --source {shlex.quote(folder)}"
             return f"an archive; type {command} {shlex.quote(name)} {shlex.quote(folder)}, {then}"
     if re.search(TO_CONVERT, name.lower()):
+        target = re.sub(rf"(\.(json|jsonl|ndjson|txt|md))?({TO_CONVERT})", ".jsonl", name, flags=re.IGNORECASE)
+        if target in names:
+            return "of a kind that is not read; its .jsonl is there"
         if name == source:
-            target = re.sub(rf"(\.(json|jsonl|ndjson|txt|md))?({TO_CONVERT})", ".jsonl", name, flags=re.IGNORECASE)
             then = f"then --source {shlex.quote(target)}"
         return f"of a kind that is not read; type {convert_command(name)}, {then}"
     return "of other types"

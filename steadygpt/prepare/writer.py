@@ -16,7 +16,7 @@ from steadygpt.base.durable import replace_file, sha256_of
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.data.shards import ShardEntry
-from steadygpt.prepare.documents import NO_TEXT, Block
+from steadygpt.prepare.documents import NO_TEXT, REPAIR, Block
 from steadygpt.prepare.encode import Encoded
 from steadygpt.prepare.lines import convert_command
 from steadygpt.prepare.manifest import Manifest
@@ -98,9 +98,10 @@ def check_unit(unit: Encoded, manifest: Manifest, num_files: int, is_written: bo
     for number, error in enumerate(unit.damaged, start=len(manifest.damaged) + 1):
         if not is_written:
             raise error
+        problem = str(error).removesuffix(f"; {REPAIR}")
         if number > most:
-            raise UserError(f"{error}; {number} files of {num_files} are damaged. Prepare the rest in another --out")
-        say(f"warning: {error}; skipped the rest of it. Once it is repaired, prepare all files in another --out")
+            raise UserError(f"{problem}; {number} files of {num_files} are damaged. Prepare the rest in another --out")
+        say(f"warning: {problem}; skipped the rest of it. Once it is repaired, prepare all files in another --out")
 
 
 def explain_special_token(name: str, token: str, document_token: str) -> None:

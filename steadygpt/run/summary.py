@@ -64,7 +64,9 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
     flag = ""
     if config.checkpoint_dir != "checkpoints":
         flag = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}"
-    if not (folder / LATEST).exists():
+    if not folder.exists():
+        lines["next"] = f"nothing to resume in {folder}; if it was moved: --resume latest --checkpoint_dir NEW_FOLDER"
+    elif not (folder / LATEST).exists():
         lines["next"] = f"nothing to resume: {folder / LATEST} does not exist"
     elif status == "finished":
         which = "best" if (folder / BEST).exists() else "latest"

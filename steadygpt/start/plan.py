@@ -171,6 +171,7 @@ def checkpoints_text(start: Start, config: TrainConfig, data: Data, model: GPT) 
     if config.mirror:  # one stays until it is uploaded
         files += 1
     passes = math.ceil(epochs(last_row(start, config), rows_per_epoch(config, data)))
+    passes = min(passes, config.max_steps)  # a step saves once, also if it ends several epochs
     files += min(passes, config.keep_epochs) if config.keep_epochs else passes
     free = shutil.disk_usage(existing(folder)).free
     text = f"{bytes_text(size)} each, at most {files:,} in {folder}: {bytes_text(files * size)}; "

@@ -172,6 +172,7 @@ def test_each_real_file_is_found_once_and_loops_end():
     ({"a.jsonl": lines(["a"]), "a.jsonl.gz": gzip.compress(lines(["a"]))}, ["a"], "gz (of t/a.jsonl): copies"),
     ({"a.jsonl": lines(["a"]), "a (1).jsonl": lines(["a"])}, ["a"], "left out t/a (1).jsonl (of t/a.jsonl): copies"),
     ({"a.jsonl": lines(["a"]), "b.csv": b"text\nb\n"}, ["a"], "left out t/b.csv: of a kind that is not"),
+    ({"b.jsonl": lines(["b"]), "b.csv": b"text\nb\n"}, ["b"], "left out t/b.csv: of a kind that is not read; its .jsonl is there"),
     ({"a.arrow": arrow(["a"]), "cache-1.arrow": arrow(["b"])}, ["a"], "cache-1.arrow: a cache of `datasets`"),
 ])  # fmt: skip
 def test_a_corpus_is_what_its_user_means(files, read, said, capsys):
@@ -264,6 +265,7 @@ def test_after_the_first_shard_few_damaged_files_are_skipped_and_counted(capsys)
     assert len(manifest["damaged"]) == 3
     assert "warning: t/050.jsonl.gz: cannot be read, EOFError: " in said.err
     assert "skipped the rest of it. Once it is repaired, prepare all files in another --out" in said.err
+    assert "then run this again" not in said.err  # the changed list would be refused
     assert "3 damaged files skipped" in said.out
     for workers in (2, 4):
         prepare("t", f"with{workers}", f"{flags} --num_workers {workers}")
