@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             replace_file(target, lambda file: torch.save(content, file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
-        use = f"python train.py --init_from {target}"
+        use = f"python generate.py {target}, or python train.py --init_from {target} --data_dir FOLDER"
         record = TokenizerRecord.of(checkpoint)
         if record.is_file and not record.tokenizer_json:
             notes.append(

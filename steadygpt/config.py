@@ -371,7 +371,8 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
         presets = sorted(p.stem for p in PRESETS.glob("*.toml"))
         expected = f"a .toml file (see docs/from-other-trainers.md) or one of: {', '.join(presets)}"
         hint = "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(name, presets, n=1))
-        raise UserError(f"--config {name}: no such file or preset; expected {expected}{hint}")
+        problem = "not TOML" if Path(name).is_file() else "no such file or preset"
+        raise UserError(f"--config {name}: {problem}; expected {expected}{hint}")
     try:
         if name in read_by:
             raise UserError("the file includes itself")

@@ -30,7 +30,10 @@ DCP = (
     "dcp_to_torch {folder} NEW.pt"
 )
 PART = "a part of a Hugging Face folder; give the folder: {folder}"
-ZERO = "a checkpoint of DeepSpeed; write its weights with the script that is beside it: python zero_to_fp32.py"
+ZERO = (
+    "a checkpoint of DeepSpeed; write its weights with the script in the folder that DeepSpeed saved to: "
+    "python zero_to_fp32.py . NEW_FOLDER"
+)
 MEGATRON = "a checkpoint of Megatron-LM; write a Hugging Face folder with Megatron Bridge, and convert that"
 OTHER_LIBRARY = "weights for other libraries; give those for PyTorch"
 LLMC_IDS = "token ids of llm.c; train on their folder with --data_dir {folder}"
@@ -109,6 +112,8 @@ def what_it_is(path: Path) -> str:
     if path.is_dir():
         for file in sorted(path.iterdir()):
             advice = what_it_is(file) if file.is_file() else ""
+            if advice in (_filled(PART, file), _filled(NO_SHAPE, file)):
+                return f"{file.name} is there, but no config.json; copy that of the model there"
             if advice:
                 return f"{file.name} is {advice}"
         return ""

@@ -239,7 +239,9 @@ def _own_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_folder(folder: Path, source: str, user_record: TokenizerRecord, with_weights: bool = True) -> dict:
     if not (folder / "config.json").exists():
-        problem = what_it_is(folder) or "not a Hugging Face model; expected config.json in it"
+        problem = (
+            what_it_is(folder) or "no checkpoints and no config.json in it; expected a run or a Hugging Face model"
+        )
         raise UserError(f"{source}: {problem}")
     stored = read_json(folder / "config.json", dict, "expected that of a Hugging Face model")
     family, fields = families.read_config(stored, source)

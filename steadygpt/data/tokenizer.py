@@ -288,7 +288,10 @@ def get_tokenizer(name: str) -> Tokenizer:
     if IDS_ONLY.fullmatch(name):
         raise UserError(f"tokenizer {name}: only the number of ids is known; text needs the tokenizer itself")
     if not name:
-        raise UserError("its tokenizer is unknown; convert the weights again, with --tokenizer NAME of convert_hf.py")
+        raise UserError(
+            "the weights name no tokenizer; name it with --tokenizer NAME of convert_hf.py. Single characters, as in "
+            "nanoGPT's shakespeare_char, are not offered"
+        )
     if name not in tiktoken.list_encoding_names():
         names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         raise UserError(

@@ -318,7 +318,9 @@ def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message
     ({"model.gguf": b"GGUF"}, "weights of llama.cpp"),
     ({".metadata": b"", "__0_0.distcp": b""}, "a checkpoint of torch.distributed"),
     ({"consolidated.00.pth": b"", "params.json": b"{}"}, "weights of Llama from Meta"),
-    ({"notes": b""}, "not a Hugging Face model; expected config.json in it"),
+    ({"model.safetensors": b"", "optimizer.pt": b""}, "model.safetensors is there, but no config.json; copy that of"),
+    ({"trainer_state.json": b"{}"}, "trainer_state.json is there, but no config.json; copy that of the model there"),
+    ({"notes": b""}, "no checkpoints and no config.json in it; expected a run"),
 ])  # fmt: skip
 def test_a_folder_of_another_program_is_named(files, message):
     Path("in").mkdir()

@@ -172,7 +172,7 @@ def test_each_real_file_is_found_once_and_loops_end():
     ({"a.jsonl": lines(["a"]), "a.jsonl.gz": gzip.compress(lines(["a"]))}, ["a"], "gz (of t/a.jsonl): copies"),
     ({"a.jsonl": lines(["a"]), "a (1).jsonl": lines(["a"])}, ["a"], "left out t/a (1).jsonl (of t/a.jsonl): copies"),
     ({"a.jsonl": lines(["a"]), "b.csv": b"text\nb\n"}, ["a"], "left out t/b.csv: of a kind that is not"),
-    ({"b.jsonl": lines(["b"]), "b.csv": b"text\nb\n"}, ["b"], "left out t/b.csv: of a kind that is not read; its .jsonl is there"),
+    ({"b.jsonl": lines(["b"]), "b.csv": b"text\nb\n"}, ["b"], "b.csv: of a kind that is not read; its .jsonl is there"),
     ({"a.arrow": arrow(["a"]), "cache-1.arrow": arrow(["b"])}, ["a"], "cache-1.arrow: a cache of `datasets`"),
 ])  # fmt: skip
 def test_a_corpus_is_what_its_user_means(files, read, said, capsys):
