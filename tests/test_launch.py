@@ -61,9 +61,9 @@ def test_a_python_without_the_packages_is_named_in_one_line(name):
 
 
 @pytest.mark.parametrize(("program", "given", "expected"), [
-    ("train.py", None, "PASSIVE SIG_DFL"),
-    ("scripts/upload_manager.py", None, "PASSIVE SIG_DFL"),
-    ("train.py", "ACTIVE", "ACTIVE SIG_DFL"),
+    ("train.py", None, "10000 SIG_DFL"),
+    ("scripts/upload_manager.py", None, "10000 SIG_DFL"),
+    ("train.py", "ACTIVE", "None SIG_DFL"),
     ("tests/test_launch.py", None, "None default_int_handler"),
     ("/notebook.py", None, "None default_int_handler"),
 ])  # fmt: skip
@@ -73,9 +73,9 @@ import os, signal, sys
 sys.modules["__main__"].__file__ = "{program}"
 import steadygpt.launch
 handler = signal.getsignal(signal.SIGINT)
-print(os.environ.get("OMP_WAIT_POLICY"), getattr(handler, "name", None) or handler.__name__)
+print(os.environ.get("GOMP_SPINCOUNT"), getattr(handler, "name", None) or handler.__name__)
 """
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     env |= {"OMP_WAIT_POLICY": given} if given else {}
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True)
     assert done.stdout == f"{expected}\n", done.stderr
