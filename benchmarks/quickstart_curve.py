@@ -8,7 +8,6 @@ and prints the beginning of the sample from the first checkpoints after one, two
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -71,11 +70,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--plot", type=Path, default=REPO / "docs" / "quickstart.svg")
     file = parser.parse_args().plot.absolute()
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
 
     def run(folder: str, script: str, *options: str, **pipes) -> str:
         words = [sys.executable, str(REPO / script), *options]
-        return subprocess.run(words, cwd=folder, env=environment, check=True, text=True, **pipes).stdout
+        return subprocess.run(words, cwd=folder, check=True, text=True, **pipes).stdout
 
     with tempfile.TemporaryDirectory() as name, exit_on_signals():
         run(name, "prepare_dataset.py", *flags(source="stdlib", tokenizer="bytes", out="data/stdlib"))

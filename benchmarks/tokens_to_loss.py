@@ -46,7 +46,6 @@ import gzip
 import importlib.util
 import json
 import math
-import os
 import pickle
 import re
 import statistics
@@ -909,7 +908,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for run in choose(study.runs()):
                 print(f"{study.name} {run}: {loss_text(study.loss(run))}")
         return 0
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # other programs may run
     failed = 0
     with exit_on_signals():
         for study in studies:

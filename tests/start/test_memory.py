@@ -76,7 +76,8 @@ def test_counted_bytes_are_those_that_pytorch_allocates(flags):
     config, _ = parse_args([*SMALL.split(), "--precision", "bf16", *flags.split()])
     counted = sum(micro_step_bytes(config, config.shape(500), CPU))
     # On a CPU with AMX, attention in bf16 also takes 0.4 MB to reorder keys and values, which no GPU does.
-    assert counted == pytest.approx(allocated_bytes(config), rel=0.05)
+    rel = 0.05 if torch.cpu._is_amx_tile_supported() else 0.03
+    assert counted == pytest.approx(allocated_bytes(config), rel=rel)
 
 
 def test_blocks_keep_less_with_checkpointing_and_no_casts_of_weights_that_fsdp_gathers_in_bf16():
