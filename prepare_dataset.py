@@ -38,6 +38,7 @@ from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
+    check_known,
     file_of,
     load_tokenizer,
     record_named,
@@ -118,7 +119,10 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     out = options.out
     if not out:
         out = str(DEFAULT_FOLDER) if is_default else str(Path("data", name))
-    return dataclasses.replace(options, source=source, name=name, out=out, tokenizer=file_of(options.tokenizer))
+    tokenizer = file_of(options.tokenizer)
+    if tokenizer:
+        check_known(tokenizer)
+    return dataclasses.replace(options, source=source, name=name, out=out, tokenizer=tokenizer)
 
 
 def default_name(source: str) -> str:

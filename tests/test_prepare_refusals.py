@@ -138,6 +138,7 @@ def test_mistakes_leave_the_folder_usable(inputs):
     for flags, message in LATER[:3]:
         refused(flags, message)
     assert prepare("docs.jsonl")["complete"]
+    refused(f"{DOCS} --tokenizer byte", "unknown tokenizer 'byte'; did you mean bytes?")  # not: empty the folder
 
 
 def test_training_needs_the_library(inputs, monkeypatch):

@@ -272,7 +272,7 @@ SHARDS: list[tuple] = [
     ("train", "of shape (9, 9)", foreign("a_train_0.npy", np.zeros((9, 9), "u2"))),
     ("train", "train.bin: the longest shard of its split; found 16 tokens, ... 17", foreign("train.bin", bytes(32))),
     ("train --eval_freq 9", "the longest shard of its split; found 0 tokens", foreign("train.bin", b"")),
-    ("train --tokenizer gpt7", "unknown tokenizer 'gpt7'; expected bpe:N, ..., or one of bytes, ", MANIFEST.unlink),
+    ("train --tokenizer gpt7", "unknown tokenizer 'gpt7'; did you mean gpt2? expected bpe:N, ..., or one of bytes, ", MANIFEST.unlink),
     ("look none", "no train shards in none"),
     ("look data", "no train shards in data", empty),
     ("look data", "tiny_train_000001.npy: 1,527 bytes, but its header says 700 tokens", shard(lambda old: old[:-1])),

@@ -3,6 +3,7 @@
 "gpt2" needs no download if its vocabulary is installed.
 """
 
+import difflib
 import hashlib
 import importlib.util
 import json
@@ -292,14 +293,21 @@ def get_tokenizer(name: str) -> Tokenizer:
             "the weights name no tokenizer; name it with --tokenizer NAME of convert_hf.py. Single characters, as in "
             "nanoGPT's shakespeare_char, are not offered"
         )
-    if name not in tiktoken.list_encoding_names():
-        names = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise UserError(
-            f"unknown tokenizer {name!r}; expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a tokenizer.json, or "
-            f"one of {names}"
-        )
+    check_known(name)
     # The identity contains the name instead of the pattern, which differs in writing between releases of tiktoken.
     return Tokenizer(_download(name), f"{name} of tiktoken")
+
+
+def check_known(name: str) -> None:
+    """Raise a UserError if a name is neither one of a tokenizer nor that of a file."""
+    names = ["bytes", *tiktoken.list_encoding_names()]
+    is_other = name.startswith(("bpe:", "hf:")) or name.endswith((".json", SENTENCE_PIECE)) or IDS_ONLY.fullmatch(name)
+    if not (is_other or name in names):
+        hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name, names, n=1))
+        raise UserError(
+            f"unknown tokenizer {name!r}; {hint}expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a "
+            f"tokenizer.json, or one of {', '.join(names)}"
+        )
 
 
 def _download(name: str) -> tiktoken.Encoding:

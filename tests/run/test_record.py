@@ -65,26 +65,39 @@ def test_the_scores_of_the_weights_before_a_step_are_not_those_after_it():
     assert (state.scores, state.validated_on, run.is_best) == ({}, "", False)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_suspended_process_does_not_change_the_time_left(monkeypatch, seed):
-    """Steps of 0.09 to 0.11 s, an evaluation of 2 s after every 25, and one step of 20 s to 3 h at a random place."""
-    random = Random(seed)
+def times_left(monkeypatch, seconds: list[float]) -> dict[int, float]:
+    """Return the time that each of the first steps of 1000 shows as left, with an evaluation of 2 s after every 25."""
     left = dict[int, float]()
     log = SimpleNamespace(step=lambda step, numbers, metrics, left_s, *_, **facts: left.update({step: left_s}))
     now_s = 0.0
     monkeypatch.setattr("steadygpt.run.record.time.perf_counter", lambda: now_s)
     run = run_of(TrainConfig(context_length=16, total_batch_size=64, max_steps=1000), TrainState(), log)
     run.meter.step_start_s = 0.0
-    suspended_at = random.randrange(60, 160)
-    for step in range(200):
-        now_s += 30 if step == 0 else random.uniform(0.09, 0.11)  # the first one compiles
-        if step == suspended_at:
-            now_s += random.choice([20, 600, 10_000])
+    for step, step_s in enumerate(seconds):
+        now_s += step_s
         result = judged(run, 2.0)
         log_step(run, result)
         count_step(run, result)
         if step % 25 == 24:
             now_s += 2
             restart_clock(run)
+    return left
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_suspended_process_does_not_change_the_time_left(monkeypatch, seed):
+    """One step of 20 s to 3 h at a random place."""
+    random = Random(seed)
+    seconds = [30, *(random.uniform(0.09, 0.11) for _ in range(199))]  # the first one compiles
+    seconds[random.randrange(60, 160)] += random.choice([20, 600, 10_000])
+    left = times_left(monkeypatch, seconds)
     for step in range(50, 200):
         assert left[step] == pytest.approx((999 - step) * (0.1 + 2 / 25), rel=0.35), step
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 3, 20])
+def test_the_time_left_follows_a_machine_that_becomes_faster_or_slower(monkeypatch, factor):
+    seconds = [0.5] * 200 + [0.5 * factor] * 200
+    left = times_left(monkeypatch, seconds)
+    for step in range(260, 400):  # more than half of the last 100 steps are new
+        assert left[step] == pytest.approx((999 - step) * (0.5 * factor + 2 / 25), rel=0.1), step
