@@ -368,6 +368,7 @@ def test_the_command_exports_and_imports(workdir, capsys):
     assert convert_hf.main(["latest", "exported"]) == 0
     load = "AutoModelForCausalLM.from_pretrained('exported')"  # setup.sh does not install transformers
     assert capsys.readouterr().out.endswith(f"\nnext: pip install transformers, then {load}\n")
+    assert len({path.stat().st_mode for path in Path("exported").iterdir()}) == 1  # the weights too are for all to read
     assert convert_hf.main(["exported/", "in/a/new/folder/back.pt"]) == 0
     assert convert_hf.main(["exported", "back.pt"]) == 0
     out = capsys.readouterr().out

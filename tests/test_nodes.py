@@ -324,6 +324,20 @@ def test_the_scripts_name_a_missing_variable():
         assert ended.stderr.startswith(f"error: {missing}; ") and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("end", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -signal.SIGKILL)])
+def test_multinode_ignores_sigusr1_and_ends_as_its_agent_does(tmp_path, end, status):
+    """torchrun would die of the signal, with which Slurm announces the end; its ranks save and stop."""
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")  # without a .venv, whose torchrun would come first
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f"#!/usr/bin/env bash\nkill -USR1 $$\necho alive\n{end}\n")
+    torchrun.chmod(0o755)
+    env = os.environ | {
+        "HEAD": "node1", "NNODES": "2", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    }  # fmt: skip
+    ended = subprocess.run([tmp_path / "scripts/multinode.sh"], capture_output=True, text=True, env=env)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (status, "alive"), ended.stderr
+
+
 @pytest.mark.parametrize("nodes", ["", "two", "1-2"])
 def test_a_number_of_nodes_that_is_none_gets_one_line(nodes):
     env = os.environ | {"HEAD": "node1", "NNODES": nodes}

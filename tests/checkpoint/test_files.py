@@ -362,6 +362,15 @@ def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, proble
     assert line.startswith(f"{path}, step 30: {f'corrupt ({problem})' if is_corrupt else problem}")
 
 
+@pytest.mark.parametrize("rows", [0, 119, 121, 240])
+def test_a_file_whose_rows_do_not_follow_from_its_steps_is_skipped(tmp_path, rows):
+    write_checkpoint(tmp_path, 20, "latest_backup.pt")
+    write_checkpoint(tmp_path, 30, "latest.pt", rows_consumed=rows)
+    chosen = find_checkpoint("latest", tmp_path)
+    assert chosen.checkpoint["step"] == 20
+    assert f"rows_consumed is {rows}, expected 120" in chosen.damaged[tmp_path / "latest.pt"]
+
+
 @pytest.mark.parametrize(("part", "option"), [
     ("model_config", {"activation": "silu"}), ("model_config", {"post_norm": True}), ("options", {"z_loss": 1e-4}),
     ("options", {"schedule": "linear"}), ("options", {"optimizer": "lion"}), ("model_config", {"num_heads": 7}),

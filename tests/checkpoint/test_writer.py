@@ -321,6 +321,23 @@ def test_a_signal_that_comes_during_a_save_stops_the_run(workdir, inject, number
     assert 3 <= load("checkpoints/latest.pt")["step"] < 300
 
 
+def test_a_slow_save_has_the_weights_of_its_step(workdir, inject):
+    """The steps meanwhile change the weights, and the next copy reuses the host memory."""
+    captured = {}
+
+    def keep(content: dict) -> dict:
+        captured[content["step"]] = {name: tensor.clone() for name, tensor in content["model"].items()}
+        return content
+
+    inject.change_captured(keep)
+    inject.around_write(lambda number, write: (time.sleep(0.1), write()))
+    assert run_here("--checkpoint_freq", "1", "--max_steps", "5") == 0
+    assert [*captured] == [1, 2, 3, 4, 5]
+    for step, weights in captured.items():
+        saved = load(Path("checkpoints", ROLLING.format(step)))["model"]
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items()), step
+
+
 def test_a_step_is_captured_once_for_all_its_names(workdir, inject):
     captured = []
     inject.change_captured(lambda content: captured.append(content["step"]) or content)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import folders, load, run_here
-from ground import SCORE_FILES, acting_here, alter, assert_same_state, metrics, status_of
+from conftest import folders, load, run_here, write_data
+from ground import SCORE_FILES, acting_here, alter, assert_same_state, metrics, status_of, verified
 from harness import run_to_end
 from injected import bad_numbers, record_weights, signal_at, weights_of_steps
 
@@ -105,6 +105,20 @@ def test_bad_steps_are_counted_across_resumes(trained):
     found = "stopping after 5 consecutive steps with a non-finite loss or gradient, with the weights of step 4"
     assert status == 1 and found in text
     assert text.count("its update was skipped") == 2
+
+
+@pytest.mark.parametrize("changed", [("--total_batch_size", "128"), ("--data_dir", "other")], ids=lambda row: row[0])
+def test_bad_steps_with_other_rows_are_not_counted(trained, changed):
+    """A run that has diverged goes back over its bad steps, all with the rows of today's."""
+    write_data(Path("other"), seed=1)
+    assert trained(faults=[nan_from_4, partial(signal_at, 7)])[0] == 0
+    before = load("run/latest.pt")
+    status, text = trained("--resume", "--allow_changes", *changed, faults=[nan_from_4])
+    assert status == 1 and text.count("its update was skipped") == 5
+    after = verified("run/latest.pt")
+    assert before["step"] == after["step"] == 7
+    assert before["rows_consumed"] == after["rows_consumed"]
+    assert (before["bad_steps"], after["bad_steps"]) == (3, 0)
 
 
 @pytest.mark.parametrize(("limit", "steps"), [("3", [2, 3, 5, 6, 8, 9]), ("0", range(12))])

@@ -250,10 +250,16 @@ def test_gradients_are_summed_over_the_ranks_once_a_step(tmp_path, check):
 # FSDP
 
 
-def begin_with_the_weights_of_a_whole_model(shards: int, ranks: Ranks) -> None:
+def copies_after_an_evaluation_have_the_weights_of_a_whole_model(shards: int, ranks: Ranks) -> None:
     model = sharded(ranks, shards)
     assert len(model.h[0].mlp.c_fc.weight.to_local()) <= math.ceil(64 / shards)
-    content = HostCopy(ranks).copy(model, torch.optim.SGD(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(*batch())["loss"].mean().backward()
+    optimizer.step()
+    with torch.no_grad():  # an evaluation just before a save
+        model.eval()(*batch())
+    content = HostCopy(ranks).copy(model, optimizer)
+    assert content["optimizer"].keys() == dict(model.named_parameters()).keys()
     expected = whole().state_dict()
     assert list(content["model"]) == list(expected)
     if ranks.is_main:  # the others only help to gather
@@ -261,8 +267,8 @@ def begin_with_the_weights_of_a_whole_model(shards: int, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("processes", "shards"), [(2, 2), (4, 2), (3, 3)])
-def test_a_sharded_model_begins_with_the_weights_of_a_whole_one(processes, shards):
-    in_ranks(processes, check_on_rank, partial(begin_with_the_weights_of_a_whole_model, shards))
+def test_a_sharded_model_has_the_weights_of_a_whole_one_also_after_an_evaluation(processes, shards):
+    in_ranks(processes, check_on_rank, partial(copies_after_an_evaluation_have_the_weights_of_a_whole_model, shards))
 
 
 def blocks_and_the_residual_stream_are_in_bf16_and_gradients_in_fp32(ranks: Ranks) -> None:

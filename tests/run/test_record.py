@@ -13,6 +13,7 @@ from model import GPT
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
+from steadygpt.run import record
 from steadygpt.run.judge import Diverged, StepResult, judge
 from steadygpt.run.record import count_step, log_step, restart_clock
 from steadygpt.run.run import Meter
@@ -101,3 +102,23 @@ def test_the_time_left_follows_a_machine_that_becomes_faster_or_slower(monkeypat
     left = times_left(monkeypatch, seconds)
     for step in range(260, 400):  # more than half of the last 100 steps are new
         assert left[step] == pytest.approx((999 - step) * (0.5 * factor + 2 / 25), rel=0.1), step
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_speed_cost_and_mfu_are_those_of_all_ranks(monkeypatch, processes):
+    """MFU is the share of the peak of all devices (PaLM, appendix B)."""
+    now_s = 0.0
+    logged: dict[str, float] = {}
+    log = SimpleNamespace(step=lambda step, numbers, *_, **facts: logged.update(numbers))
+    config = TrainConfig(context_length=16, total_batch_size=1024, max_steps=9, gpu_hour_cost=3.0)
+    run = run_of(config, TrainState(elapsed_s=7200.0), log)
+    run.ranks = Ranks(torch.device("cpu"), world_size=processes)
+    monkeypatch.setattr(record, "PEAK_FLOPS", {"a device": 1e12})
+    monkeypatch.setattr(record, "device_name", lambda device: "a device")
+    monkeypatch.setattr(record.time, "perf_counter", lambda: now_s)
+    run.meter.step_start_s = 0.0
+    now_s = 0.25
+    log_step(run, judged(run, 2.0))
+    assert (logged["step_ms"], logged["tokens_per_second"]) == (250, 4096)
+    assert logged["mfu"] == pytest.approx(4096 * run.model.flops_per_token() / (processes * 1e12))
+    assert logged["cost"] == pytest.approx(2 * processes * 3.0, rel=0.02)

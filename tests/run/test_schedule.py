@@ -42,6 +42,17 @@ def test_no_epoch_ends_before_the_first_step_of_two_epochs():
     assert [names_of_save(FOUR_ROWS, 2, step, rows=4 * step) for step in range(2)] == [[], ["epoch_00002.pt"]]
 
 
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 3))
+def test_each_epoch_names_the_first_step_that_has_seen_all_of_it(rows_per_epoch, rows_per_step, first_row):
+    """Rows of an epoch need not be a multiple of a step's."""
+    config = replace(FOUR_ROWS, total_batch_size=16 * rows_per_step, checkpoint_freq=0)
+    for step in range(1, 60):
+        rows = first_row + step * rows_per_step
+        expected = rows // rows_per_epoch
+        names = [f"epoch_{expected:05d}.pt"] if expected > (rows - rows_per_step) // rows_per_epoch else []
+        assert names_of_save(config, rows_per_epoch, step, rows) == names
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([*SCHEDULES]), st.floats(0, 1), st.integers(0, 20), st.sampled_from(["steps", "epochs"]),

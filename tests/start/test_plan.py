@@ -11,13 +11,13 @@ from conftest import load, run_here
 import train
 from model import GPT
 from steadygpt.base.options import UserError
-from steadygpt.base.text import duration_text
+from steadygpt.base.text import bytes_text, duration_text
 from steadygpt.checkpoint.files import named_tensors
 from steadygpt.config import PRESETS, TrainConfig
 from steadygpt.machine.ranks import Ranks
 from steadygpt.start import plan as forecasts
 from steadygpt.start.find import Start
-from steadygpt.start.plan import time_lines, work_per_token
+from steadygpt.start.plan import checkpoint_bytes, saves_text, time_lines, work_per_token
 
 CONFIG = TrainConfig(
     precision="bf16", mini_batch_size=16, eval_freq=100, hellaswag_freq=0, gpu_hour_cost=2.5, max_steps=2000
@@ -49,6 +49,12 @@ def test_evaluations_are_counted_up_to_the_last_step():
     time, _ = forecast(config, val_rows=1024)
     share = (2 * 1024 * 1024 + 1_600_000) / 3 / (2000 * 524288)  # two validations, one HellaSwag
     assert f"2,000 steps, plus {share:.1%} for evaluation" in time
+
+
+def test_timed_saves_are_counted_for_a_day():
+    config = dataclasses.replace(CONFIG, checkpoint_minutes=3, checkpoint_freq=0)
+    a_day = bytes_text(24 * 20 * checkpoint_bytes(MODEL, "adamw"))
+    assert saves_text(config, MODEL) == f"latest.pt every 3 min 00 s or less, up to {a_day} a day"
 
 
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp16", 1), ("fp32", 2)])
