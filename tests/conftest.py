@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if item.path.stem in PAGES:
             item.add_marker(pytest.mark.pages)
+        if item.path.stem in PAGES or item.get_closest_marker("storm"):
+            item.add_marker(pytest.mark.timeout(300))
 
 
 def pytest_addoption(parser) -> None:
@@ -250,7 +252,7 @@ def in_ranks(processes: int, function: Callable, *args) -> None:
             for rank in map(str, range(processes))
         ]
         for process in ranks:
-            process.join(120)
+            process.join(50)
             process.kill()
         output = "".join(path.read_text() for path in sorted(Path(folder).iterdir()))
         assert [process.exitcode for process in ranks] == [0] * processes, output

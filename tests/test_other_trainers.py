@@ -125,8 +125,9 @@ def copied(tmp_path, monkeypatch) -> Path:
     noted = f'echo "$*" >> {tmp_path}/noted'
     python = write_interpreter(
         tmp_path / "python3.12",
-        f""""-m venv "*) {sys.executable} {tmp_path}/venv.py "$3" "$0"; {noted} ;; *sys.version_info*) echo 3.12 ;;
-        *find_spec*) ;; "-m pip --version") [ -e {tmp_path}/repo/.venv/bin/activate ] ;; *) {noted}""",
+        f"""*venv.main*) {sys.executable} {tmp_path}/venv.py .venv "$0"; echo venv >> {tmp_path}/noted ;;
+        *sys.version_info*) echo 3.12 ;; *find_spec*) ;;
+        "-m pip --version") [ -e {tmp_path}/repo/.venv/bin/activate ] ;; *) {noted}""",
     )
     write_interpreter(tmp_path / "nvidia-smi", "*) echo GPU 0: a card")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -146,7 +147,7 @@ INSTALL = "-m pip install --disable-pip-version-check -r scripts/requirements.tx
 
 def test_setup_creates_the_environment_of_its_repository_once(copied):
     assert set_up() == set_up() == (0, READY)
-    assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL]
+    assert Path("noted").read_text().splitlines() == ["venv", INSTALL]
     assert (copied / ".venv/bin/activate").exists() and not Path(".venv").exists()
 
 
@@ -178,7 +179,7 @@ def test_setup_completes_an_environment_whose_creation_was_interrupted(copied):
     (copied / ".venv/mine").touch()
     (copied / ".venv/bin/activate").unlink()  # written last
     assert set_up() == (0, READY)
-    assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL] * 2
+    assert Path("noted").read_text().splitlines() == ["venv", INSTALL] * 2
     assert (copied / ".venv/mine").exists()
 
 
