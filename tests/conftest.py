@@ -23,6 +23,7 @@ import torch
 from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.durable import sha256_of
+from steadygpt.base.options import UserError
 from steadygpt.data.shards import Shard
 
 # TensorBoard reads the files of one second in the order of their names, in which 10 comes before 9. Only tests start
@@ -104,6 +105,20 @@ def pytest_configure(config) -> None:
 
 def pytest_sessionstart() -> None:
     import ground  # noqa: F401 (which imports what reads the environment, and changes how runs count their memory)
+
+
+@contextlib.contextmanager
+def refusal(*facts: str, kind: type[Exception] = UserError):
+    """Expect an error of one line that has these facts, in any order: an option, a file, a value, what to type.
+
+    Whole sentences stand in test_refused.py alone, so that a better one changes one row.
+    """
+    with pytest.raises(kind) as raised:
+        yield raised
+    line = str(raised.value)
+    assert "\n" not in line
+    missing = [fact for fact in facts if fact not in line]
+    assert not missing, f"{missing} not in: {line}"
 
 
 def need_gpus(count: int) -> None:

@@ -49,7 +49,7 @@ class Server:
 
     def forget(self) -> None:
         self.faults: list[Fault] = []
-        self.log: list[tuple[str, int]] = []  # "METHOD path range", bytes of the answer's body
+        self.log: list[list] = []  # "METHOD path range", bytes of the answer's body
 
     def fail(self, match: str, **how) -> None:
         """Let the next requests that match fail as a Fault."""
@@ -88,6 +88,7 @@ class StandIn(Server):
 class Handler(BaseHTTPRequestHandler):
     hub: Server
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each answer waits 40 ms for the client's acknowledgement of its head
 
     def log_message(self, *_):
         pass
@@ -178,7 +179,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(206, data[start:end], headers)
 
     def answer(self, status: int, body: bytes, headers: dict | None = None) -> None:
-        fault, sent = self.fault, 0
+        fault = self.fault
+        entry = [self.line, 0]
+        self.log.append(entry)  # before the answer, after which a test may read it
         try:
             self.send_response(status)
             for key, value in (headers or {}).items():
@@ -196,11 +199,10 @@ class Handler(BaseHTTPRequestHandler):
                     time.sleep(fault.stall_s)
                 if fault.bytes_per_s:
                     time.sleep(len(block) / fault.bytes_per_s)
+                entry[1] += len(block)
                 self.wfile.write(block)
-                sent += len(block)
         except OSError:  # the other side has gone
             self.close_connection = True
-        self.log.append((self.line, sent))
 
     def reset(self) -> None:
         time.sleep(0.02)  # a reset overtakes what has not been read

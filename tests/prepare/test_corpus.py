@@ -10,7 +10,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,6 +27,7 @@ from prepared import files_of, ids_expected, ids_of, npy, prepare, refused, smal
 from standin import parquet
 
 import prepare_dataset
+import train
 from steadygpt.base.options import UserError
 from steadygpt.prepare import writer
 from steadygpt.prepare.source_files import local_files
@@ -404,17 +404,14 @@ def test_each_advised_glob_makes_the_command_succeed(files, source):
 
 
 def test_a_source_of_less_than_a_row_has_a_next_command_that_works(capsys):
-    for number, size in enumerate((3, 30, 300, 3000, 30_000)):
+    for number, size in enumerate((3, 300, 30_000)):
         Path(f"{number}.txt").write_text("x" * size)
         capsys.readouterr()
         prepare(f"{number}.txt", f"out{number}", "")
         said = capsys.readouterr()
         assert ("warning: " in said.err) == (size < 30_000)
         command = said.out.splitlines()[-1].removeprefix("next: python ")
-        shutil.copytree(REPO / "configs", "configs", dirs_exist_ok=True)
         flags = "--max_steps 1 --warmup_steps 0 --device cpu --compile off --use_tensorboard off --sample_freq 0"
-        done = subprocess.run(
-            [sys.executable, str(REPO / command.split()[0]), *shlex.split(command)[1:], *flags.split()],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        file, *given = shlex.split(command)
+        assert file == "train.py"
+        assert train.main([*given, *flags.split()]) == 0
