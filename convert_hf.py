@@ -15,6 +15,7 @@ checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --ini
 import steadygpt.launch  # noqa: F401  # before all others
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -165,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     else:
         notes = write_folder(checkpoint, target, options.dtype)
-        use = f"pip install transformers, then AutoModelForCausalLM.from_pretrained({str(target)!r})"
+        install = "" if importlib.util.find_spec("transformers") else "pip install transformers, then "
+        use = f"{install}AutoModelForCausalLM.from_pretrained({str(target)!r})"
     config = GPTConfig(**checkpoint["model_config"])
     parameters = f"{sketch_of(config).num_parameters() / 1e6:,.2f} M parameters, context {config.context_length:,}"
     vocabulary = f"vocabulary {config.vocab_size:,} ({checkpoint['tokenizer'] or 'tokenizer unknown'})"

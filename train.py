@@ -171,8 +171,12 @@ def train_to_end(run: Run) -> int:
         log.warn(f"step {run.state.step}: {reason}; {advice}", event="corruption")
         return 1
     except Exception as error:
-        reason = lost_rank(error, run.ranks, run.config.timeout_minutes) or brief(error)
-        raise
+        if run.requests.asked and not run.meter.steps:  # the signal has ended a compiler, too
+            status = "stopped"
+            reason = run.requests.REASONS[run.requests.asked]
+        else:
+            reason = lost_rank(error, run.ranks, run.config.timeout_minutes) or brief(error)
+            raise
     finally:
         wait_alone(run)
         if run.repeats:

@@ -19,11 +19,14 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 import numpy as np
 import torch
 
 import prepare_dataset
 import train
+from steadygpt.base.options import run_cli
 from steadygpt.checkpoint import writer
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.config import parse_args
@@ -168,9 +171,13 @@ def show_kill_and_resume() -> None:
     print(f"equal      losses {after == whole}, weights {all(torch.equal(one[name], other[name]) for name in other)}")
 
 
-if __name__ == "__main__":
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         show_data()
         show_step()
         show_save()
         show_kill_and_resume()
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -7,17 +7,17 @@ scripts/monitor_training.py --once || echo "unhealthy"     # one view; for cron 
 ssh -t me@gpu-host 'cd project && ./monitor_training.sh'  # a run on another machine
 """
 
-import signal
 import sys
+
+sys.path.insert(0, f"{sys.path[0]}/..")
+
+import steadygpt.launch  # noqa: F401  # before all others
+
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import steadygpt.launch  # noqa: F401  # before all others
 
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live

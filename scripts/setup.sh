@@ -31,9 +31,9 @@ if [ ! -f "$stamp" ]; then
     trap 'exit 130' INT  # pip answers Ctrl-C with the status of an error
     [ -n "$found" ] || rm -rf .venv
     # A Ctrl-C during an earlier start may have left a part of .venv. It gets pip first and activate last.
-    # SIGINT has its default there, because Python would answer with a traceback.
-    [ -f .venv/bin/activate ] && .venv/bin/python -m pip --version &> /dev/null || "$python" -c \
-        'import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); import venv; venv.main([".venv"])'
+    # These seconds ignore Ctrl-C, which Python would answer with a traceback; the trap has the signal afterwards.
+    [ -f .venv/bin/activate ] && .venv/bin/python -m pip --version &> /dev/null ||
+        (trap '' INT && exec "$python" -m venv .venv)
     pip=(.venv/bin/python -m pip install --disable-pip-version-check)
     torch=$(grep '^torch==' scripts/requirements.txt)
     if [ "$(uname -sm)" = "Linux x86_64" ] && [ "${TORCH:-}" != cuda ] && ! nvidia-smi -L 2>/dev/null | grep -q ^GPU; then

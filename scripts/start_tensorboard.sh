@@ -6,5 +6,5 @@ set -euo pipefail
 use_python tensorboard
 folder=checkpoints
 case ${1:-} in [!-]*) folder=$1; shift ;; esac
-[ -d "$folder" ] || fail "$folder: no such folder; expected that of a run with --use_tensorboard, or one above it"
+[ -n "$(ls "$folder" 2>/dev/null)" ] || fail "$folder: no run there; expected that of a run with --use_tensorboard, or one above it"
 exec python -m tensorboard.main --logdir "$folder" "$@"

@@ -6,16 +6,17 @@ scripts/upload_manager.py list --mirror s3://bucket/run
 scripts/upload_manager.py download best --mirror s3://bucket/run
 """
 
-import os
 import sys
+
+sys.path.insert(0, f"{sys.path[0]}/..")
+
+import steadygpt.launch  # noqa: F401  # before all others
+
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import steadygpt.launch  # noqa: F401  # before all others
 
 import torch
 

@@ -9,6 +9,7 @@ import signal
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+FOLDERS = (ROOT, f"{ROOT}/scripts", f"{ROOT}/docs", f"{ROOT}/steadygpt/prepare")  # of commands
 PACKAGES = ("torch", "numpy", "tiktoken", "msgspec", "tqdm")
 
 
@@ -35,5 +36,5 @@ def launch() -> None:
 
 
 program = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
-if program.endswith(".py") and os.path.dirname(program) in (ROOT, f"{ROOT}/scripts"):
+if program.endswith(".py") and os.path.dirname(program) in FOLDERS:
     launch()

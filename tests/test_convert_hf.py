@@ -363,11 +363,14 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
 # the command and training
 
 
-def test_the_command_exports_and_imports(workdir, capsys):
+def test_the_command_exports_and_imports(workdir, capsys, monkeypatch):
     assert run_here() == 0
     assert convert_hf.main(["latest", "exported"]) == 0
-    load = "AutoModelForCausalLM.from_pretrained('exported')"  # setup.sh does not install transformers
-    assert capsys.readouterr().out.endswith(f"\nnext: pip install transformers, then {load}\n")
+    assert capsys.readouterr().out.endswith("\nnext: AutoModelForCausalLM.from_pretrained('exported')\n")
+    with monkeypatch.context() as patched:  # setup.sh does not install transformers
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        assert convert_hf.main(["latest", "again"]) == 0
+    assert "\nnext: pip install transformers, then " in capsys.readouterr().out
     assert len({path.stat().st_mode for path in Path("exported").iterdir()}) == 1  # the weights too are for all to read
     assert convert_hf.main(["exported/", "in/a/new/folder/back.pt"]) == 0
     assert convert_hf.main(["exported", "back.pt"]) == 0

@@ -125,7 +125,7 @@ def copied(tmp_path, monkeypatch) -> Path:
     noted = f'echo "$*" >> {tmp_path}/noted'
     python = write_interpreter(
         tmp_path / "python3.12",
-        f"""*venv.main*) {sys.executable} {tmp_path}/venv.py .venv "$0"; echo venv >> {tmp_path}/noted ;;
+        f""""-m venv "*) {sys.executable} {tmp_path}/venv.py "$3" "$0"; {noted} ;;
         *sys.version_info*) echo 3.12 ;; *find_spec*) ;;
         "-m pip --version") [ -e {tmp_path}/repo/.venv/bin/activate ] ;; *) {noted}""",
     )
@@ -147,7 +147,7 @@ INSTALL = "-m pip install --disable-pip-version-check -r scripts/requirements.tx
 
 def test_setup_creates_the_environment_of_its_repository_once(copied):
     assert set_up() == set_up() == (0, READY)
-    assert Path("noted").read_text().splitlines() == ["venv", INSTALL]
+    assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL]
     assert (copied / ".venv/bin/activate").exists() and not Path(".venv").exists()
 
 
@@ -179,7 +179,7 @@ def test_setup_completes_an_environment_whose_creation_was_interrupted(copied):
     (copied / ".venv/mine").touch()
     (copied / ".venv/bin/activate").unlink()  # written last
     assert set_up() == (0, READY)
-    assert Path("noted").read_text().splitlines() == ["venv", INSTALL] * 2
+    assert Path("noted").read_text().splitlines() == ["-m venv .venv", INSTALL] * 2
     assert (copied / ".venv/mine").exists()
 
 
@@ -256,7 +256,8 @@ RUNS = {  # a command -> what Python runs, or the error; there is no folder b
     f"NPROC=auto {RESUME}": "error: NPROC is auto; expected a number of processes",
     f"{SHOW} --port 1": "-m tensorboard.main --logdir checkpoints --port 1",
     f"{SHOW} a --port 1": "-m tensorboard.main --logdir a --port 1",
-    f"{SHOW} b": "error: b: no such folder; expected that of a run with --use_tensorboard, or one above it",
+    f"{SHOW} b": "error: b: no run there; expected that of a run with --use_tensorboard, or one above it",
+    f"{SHOW} empty": "error: empty: no run there; expected that of a run with --use_tensorboard, or one above it",
     f"PYTHON=./old {SETUP}": "error: found no Python 3.11 or later. Install it, or give its path: "
     "PYTHON=/path/to/python3 ./setup.sh",
     f"{SETUP} tests": "error: found './setup.sh tests', expected './setup.sh', './setup.sh test' or "
@@ -272,7 +273,9 @@ def test_a_script_runs_python_or_says_what_is_missing(command, tmp_path):
     write_interpreter(tmp_path / "old", "*version_info*) echo 3.10")
     write_interpreter(tmp_path / ".venv/bin/python", f'-c*) exec {sys.executable} "$@" ;; *) echo "$*"')
     for folder in ("a", "checkpoints"):
-        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tensorboard").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/.lock").touch()  # of a start that was refused
     env = os.environ | {"NPROC": "1"}
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, env=env)
     said = f"{done.stdout}{done.stderr}".replace(str(tmp_path.resolve()), "REPO")

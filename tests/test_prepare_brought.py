@@ -73,7 +73,7 @@ def test_rows_as_other_programs_write_them_are_read(source, write):
 ])  # fmt: skip
 def test_rows_that_cannot_be_read_are_explained(content, reason):
     Path("a.jsonl").write_text(content)
-    refused("--source a.jsonl", f"^a.jsonl:0: {reason}")
+    refused("--source a.jsonl", f"^a.jsonl, byte 0: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -199,10 +199,10 @@ def test_skipped_rows_are_counted_and_named(capsys):
     assert ids_of() == ids_expected(["good \ufffd", "end", "a long document \ufffd " * 200])
     assert (manifest["documents"], manifest["repaired"], manifest["skipped"]) == (3, 201, 5)
     captured = capsys.readouterr()
-    assert "a.jsonl:24: not JSON" in captured.err and "no text" not in captured.err
-    assert "a.jsonl:45: int, not a string" in captured.err
-    assert "a.jsonl:57: null, not a string" in captured.err
-    assert "a.jsonl:72: no field 'text', found other; set --text_field" in captured.err
+    assert "a.jsonl, byte 24: not JSON" in captured.err and "no text" not in captured.err
+    assert "a.jsonl, byte 45: int, not a string" in captured.err
+    assert "a.jsonl, byte 57: null, not a string" in captured.err
+    assert "a.jsonl, byte 72: no field 'text', found other; set --text_field" in captured.err
     assert "3 documents, 5 rows skipped, 201 invalid characters replaced" in captured.out
 
 

@@ -55,7 +55,7 @@ DOCS = "--source docs.jsonl"
 SET_FIELD = "set --text_field to the field with the text"
 NO_DOCUMENT_TOKEN = r"no special token '<\|endoftext\|>'; found"
 AT_ONCE = [
-    ("--source empty", "--source empty: an empty folder, or only .* expected a file"),
+    ("--source empty", "--source empty: empty, but for .* expected a file"),
     ("--source nowhere", "no such file; expected a file, a folder, a glob, .*; files of .txt"),
     ("--source image.png", "found image.png: of other types; expected files of"),
     ("--source loop", "--source loop: no such file"),
@@ -156,7 +156,7 @@ ZSTD = pyarrow.compress(ROW * 9999, "zstd", asbytes=True)
     ("a.txt", b"one\0" + b"word " * 99, f"a.txt: {NOT_TEXT}"),
     ("a.txt", bytes(range(128, 256)) * 99, f"a.txt: {NOT_TEXT}"),
     ("a.md", "по-русски ".encode("cp1251") * 99, f"a.md: {NOT_TEXT}"),
-    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz:0: not JSON"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz, byte 0: not JSON"),
     ("a.jsonl.zst", ZSTD[:-9], "a.jsonl.zst: cannot be read, OSError: Truncated compressed stream"),
     # token ids
     ("a.npz", npz(ids=BAD), "a.npz: holds token id 257, outside the vocabulary of 257; name the tokenizer"),

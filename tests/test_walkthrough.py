@@ -13,7 +13,7 @@ FILE_NAMES = ("pt", "py", "json", "jsonl", "md", "tmp")  # `latest.pt` is no att
 
 
 def test_the_page_quotes_the_output_of_the_script(capsys):
-    runpy.run_path(str(REPO / "docs/walkthrough.py"), run_name="__main__")
+    runpy.run_path(str(REPO / "docs/walkthrough.py"))["main"]()
     quoted = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert "\n".join(quoted) == capsys.readouterr().out
 

@@ -314,12 +314,16 @@ class ShardSet:
             if split == "val":
                 warn_of_copies(files, shard_files(data_dir, "train"))
         if not files:
-            out = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {shlex.quote(str(data_dir))}"
+            folder = shlex.quote(str(data_dir))
+            arguments = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {folder}"
+            if data_dir.is_file() or (data_dir.is_dir() and any(data_dir.iterdir())):  # perhaps of text
+                arguments = f" --source {folder}"
             stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
             no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
             raise UserError(
                 f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
-                f"prepare_dataset.py{out}', or without a download with '{stdlib}' and --data_dir data/stdlib{no_val}"
+                f"prepare_dataset.py{arguments}', or without a download with '{stdlib}' and --data_dir "
+                f"data/stdlib{no_val}"
             )
         shards = [open_shard(f) for f in files]
         for shard in shards:

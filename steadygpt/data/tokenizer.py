@@ -303,7 +303,7 @@ def check_known(name: str) -> None:
     names = ["bytes", *tiktoken.list_encoding_names()]
     is_other = name.startswith(("bpe:", "hf:")) or name.endswith((".json", SENTENCE_PIECE)) or IDS_ONLY.fullmatch(name)
     if not (is_other or name in names):
-        hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name, names, n=1))
+        hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name.lower(), names, n=1))
         raise UserError(
             f"unknown tokenizer {name!r}; {hint}expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a "
             f"tokenizer.json, or one of {', '.join(names)}"

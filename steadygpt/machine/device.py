@@ -46,7 +46,7 @@ def choose_device(name: str) -> torch.device:
             except (AssertionError, RuntimeError) as error:
                 raise UserError(
                     f"PyTorch cannot use a GPU here: {str(error).splitlines()[0]}; install a build of PyTorch for it, "
-                    "or train with --device cpu"
+                    "or use --device cpu"
                 ) from None
         if local_rank >= torch.cuda.device_count():
             # The first process without a GPU prints the error, so that it is printed once.

@@ -332,7 +332,9 @@ def json_of(line: str, name: str) -> object:
     """Parse a line of a file as JSON, also as part of an array of several lines; return why if that fails."""
     try:
         return json.loads(line if line.endswith("}") else line.removeprefix("[").rstrip(",]"))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if line.startswith("{") and line.endswith("}") and not str(error).startswith("Extra data"):
+            return Skipped(f"not JSON ({error}); repair the line, or leave it out")
         return Skipped(f"not JSON, or more than one row; expected one object a line. Try: {convert_command(name)}")
 
 

@@ -6,6 +6,8 @@
 The new file stands beside the old one. A file of JSON keeps its name, and the old one gets the suffix .original.
 """
 
+import steadygpt.launch  # noqa: F401  # before all others
+
 import bz2
 import csv
 import gzip
@@ -14,14 +16,14 @@ import json
 import lzma
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from steadygpt.base.durable import replace_file
-from steadygpt.base.options import UserError, run_cli
+from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.text import counted
 
 COMMAND = "python -m steadygpt.prepare.lines"
@@ -127,8 +129,11 @@ def convert(path: Path, separator: str = "") -> Path:
     new = target.with_name(f"{target.name}.new")
     try:
         replace_file(new, write)
-    except (ValueError, EOFError, csv.Error, lzma.LZMAError) as error:
-        raise UserError(f"{path}: cannot be converted, {type(error).__name__}: {error}") from error
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give that of the table or text") from None
+    except (OSError, ValueError, EOFError, csv.Error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", "") or f"{type(error).__name__}: {error.args[0] if error.args else ''}"
+        raise UserError(f"{path}: cannot be converted ({reason})") from error
     if target == path:
         path.rename(path.with_name(f"{path.name}{ORIGINAL}"))
         print(f"{path}: the old file is now {path.name}{ORIGINAL}")
@@ -136,11 +141,15 @@ def convert(path: Path, separator: str = "") -> Path:
     return new.rename(target)
 
 
+@dataclass(frozen=True)
+class LinesOptions:
+    file: str = option(MISSING, "table or text to convert", positional=True)
+    separator: str = option("", "what stands between the documents of a text", positional=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) not in (1, 2):
-        raise UserError(f"expected {COMMAND} FILE [SEPARATOR]")
-    convert(Path(arguments[0]), *arguments[1:])
+    options = parse_options(LinesOptions, argv, "Convert a table or a text to JSON Lines, one document a row.")
+    convert(Path(options.file), options.separator)
     return 0
 
 

@@ -220,7 +220,7 @@ def nothing_found(source: str, names: Sequence[str], reasons: dict[str, list[str
         problem = "; ".join(f"{', '.join(some(found, 'file'))}: {reason}" for reason, found in reasons.items())
         return UserError(f"--source {source}: found {problem}; expected files of {READABLE}")
     if os.path.isdir(source):  # noqa: PTH112 (Path.is_dir may raise)
-        problem = "an empty folder, or only that for the shards"
+        problem = "empty, but for what is left out: hidden files and the folder for the shards"
     return UserError(f"--source {source}: {problem}; expected {EXPECTED}; files of {READABLE}")
 
 

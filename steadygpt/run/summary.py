@@ -1,5 +1,6 @@
 """A run in words: the result of a validation, and the summary at the end."""
 
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +73,10 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
         which = "best" if (folder / BEST).exists() else "latest"
         lines["next"] = f"python generate.py {which}{flag}, or python convert_hf.py {which} hf_model{flag}"
     elif status == "stopped":
-        lines["next"] = f"./resume_training.sh{flag}"
+        processes = run.ranks.world_size
+        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(processes)
+        count = f"NPROC={processes} " if processes > 1 and is_one_machine else ""
+        lines["next"] = f"{count}./resume_training.sh{flag}"
 
     end = f"{status} ({reason})" if reason else status
     end += f" after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import folders, load, run_here
+from ground import status_of
 from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes
 from injected import pause, pause_before_training, raise_in_step
 
@@ -96,6 +97,29 @@ def to_the_group_twice(run: LaunchedRun) -> None:
 
 def to_a_worker(run: LaunchedRun, number: int = signal.SIGUSR1) -> None:
     os.kill(run.workers()[-1], number)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_ctrl_c_that_also_ends_a_compiler_stops_the_run(workdir, inject, step):
+    """In the first step a compiler runs beside the run and gets the terminal's Ctrl-C, too. A later error is one."""
+    calls = []
+
+    def interrupted(model, terms):
+        calls.append(1)
+        if len(calls) == 2 * step + 1:  # two micro-steps a step
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError("C++ compile error")
+        return terms
+
+    inject.change_loss(interrupted)
+    if step:
+        with pytest.raises(RuntimeError, match="C\\+\\+"):
+            run_here("--total_batch_size", "64", "--mini_batch_size", "2")
+        assert status_of("checkpoints")["status"] == "failed"
+    else:
+        assert run_here("--total_batch_size", "64", "--mini_batch_size", "2") == 0
+        status = status_of("checkpoints")
+        assert (status["status"], status["reason"], status["step"]) == ("stopped", "SIGINT", 0)
 
 
 @pytest.mark.storm

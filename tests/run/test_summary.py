@@ -1,11 +1,12 @@
 """The summary at the end of a run: on the screen, in log.txt and in status.json."""
 
 import itertools
+import os
 import re
 
 import pytest
 import torch
-from conftest import run_here
+from conftest import in_ranks, run_here
 from ground import forget_scores, metrics
 
 from steadygpt.log.metrics import read_status
@@ -55,6 +56,16 @@ def test_summary_of_a_resumed_run_has_its_whole_time_and_an_earlier_validation_w
     forget_scores("checkpoints", "val_bpb")
     run_here("--resume", "checkpoints/rolling_step_000009.pt", "--max_steps", "12")
     assert ", validation " in summary(workdir)["loss"] and "bits" not in summary(workdir)["loss"]
+
+
+def stop_one_of_two() -> int:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun does
+    return run_here("--max_hours", "1e-9")
+
+
+def test_the_next_command_resumes_on_as_many_processes(workdir):
+    in_ranks(2, stop_one_of_two)
+    assert summary(workdir)["next"] == "NPROC=2 ./resume_training.sh"
 
 
 @pytest.mark.parametrize("where", ["step", "model"])
