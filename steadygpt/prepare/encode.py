@@ -58,8 +58,8 @@ def encode(
         document_token = np.array([tokenizer.document_id], dtype).tobytes()
         for at, text, is_begin in read_documents(block, text_field):
             if isinstance(text, Skipped):
-                unit = "byte" if isinstance(block.data, bytes) else "row"
-                encoded.skipped.append((f"{block.name}, {unit} {at:,}", str(text)))
+                counted_in = "byte" if isinstance(block.data, bytes) else "row"
+                encoded.skipped.append((f"{block.name}, {counted_in} {at:,}", str(text)))
                 continue
             clean = repair(text)
             if clean is not text:
