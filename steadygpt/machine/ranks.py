@@ -238,11 +238,6 @@ class Requests:
             raise Stopped(self.REASONS[reason])
         return bool(self.agreed[1])
 
-    def forget_save(self) -> None:
-        """Forget the request for a save, which was made."""
-        self.wants_save = False
-        self.agreed[1] = 0.0
-
 
 def launched_as() -> tuple[int, int]:
     """Return the rank of this process and the number of processes, which torchrun puts into the environment."""

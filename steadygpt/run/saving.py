@@ -59,7 +59,7 @@ def save(run: Run, names: list[str]) -> None:
     if not run.config.background_upload:
         wait_for_uploads(run.uploads, lambda: bool(run.requests.asked), run.ranks, run.log)
     run.saved = (run.state.step, dict(run.state.scores))
-    run.requests.forget_save()
+    run.requests.wants_save = False
     run.meter.paused_s += time.monotonic() - start_s
 
 
