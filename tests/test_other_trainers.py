@@ -118,14 +118,15 @@ if not (folder / "bin/python").exists():
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch) -> Path:
-    """A copy of the scripts, with a stand-in for Python 3.12 that notes its calls and makes environments of itself."""
+    """A copy of the scripts, with a stand-in for Python 3.12 that notes its calls and makes environments of itself,
+    during which it gets Ctrl-C."""
     shutil.copytree(REPO / "scripts", tmp_path / "repo/scripts")
     (tmp_path / "repo/setup.sh").symlink_to("scripts/setup.sh")
     (tmp_path / "venv.py").write_text(VENV)
     noted = f'echo "$*" >> {tmp_path}/noted'
     python = write_interpreter(
         tmp_path / "python3.12",
-        f""""-m venv "*) {sys.executable} {tmp_path}/venv.py "$3" "$0"; {noted} ;;
+        f""""-m venv "*) kill -INT $$; {sys.executable} {tmp_path}/venv.py "$3" "$0"; {noted} ;;
         *sys.version_info*) echo 3.12 ;; *find_spec*) ;;
         "-m pip --version") [ -e {tmp_path}/repo/.venv/bin/activate ] ;; *) {noted}""",
     )
