@@ -70,7 +70,7 @@ AT_ONCE = [
     (f"{DOCS} --shard_size 1{17 * '0'}", ("--shard_size", "100,000,000,000,000,000", "2,147,483,648")),
     (f"{DOCS} --shard_size 0", ("--shard_size", " 0", "2,147,483,648")),
     (f"{DOCS} --shard-size many", ("--shard_size", "'many'")),
-    (f"{DOCS} --name a/b", ("'a/b'", ". _ -")),
+    (f"{DOCS} --name a/b", ("--name ", "'a/b'", ". _ -")),
     (f"{DOCS} --out docs.jsonl", ("docs.jsonl", "File exists")),
     (f"{DOCS} --out loop", ("loop", "File exists")),
     (f"{DOCS} --out .", (DOCS, *SOURCES)),
