@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import TINY, run_here, write_data, write_shard
+from conftest import TINY, refusal, run_here, write_data, write_shard
 from ground import latest, weights_content, with_options
 from test_tokenizer_json import byte_tokenizer
 
@@ -16,7 +16,6 @@ import train
 from dataloader import BatchLoader
 from look import count_split, main, rows_of_step, visible
 from model import GPT, GPTConfig
-from steadygpt.base.options import UserError
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import Tokenizer, get_tokenizer
 
@@ -200,7 +199,7 @@ def test_the_rows_of_a_step_are_those_that_it_trained_on(workdir, trained_on, ca
     assert {source for step, source in sources if step >= 4} == {"data", "m"}
     assert len(rows_of(capsys, "--step", "5")) == 3
     Path("checkpoints/rolling_step_000002.pt").unlink()
-    with pytest.raises(UserError, match="no older checkpoint is left in checkpoints"):
+    with refusal("--step ", " 1;", " 4 ", " checkpoints"):
         main(["--step", "1"])
 
 
@@ -208,7 +207,7 @@ def test_weights_without_a_run_have_no_steps(workdir):
     Path("checkpoints").mkdir()
     config = GPTConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=1, embd_size=8)
     torch.save(weights_content(GPT(config).state_dict(), config), "checkpoints/latest.pt")
-    with pytest.raises(UserError, match=r"latest\.pt: converted weights; expected a checkpoint of a run"):
+    with refusal("checkpoints/latest.pt: "):
         main(["--step", "1"])
 
 
@@ -217,5 +216,5 @@ def test_a_run_of_two_epochs_ends_with_their_last_row(workdir):
     path = workdir / "checkpoints" / "latest.pt"
     two_epochs = with_options(latest(workdir / "checkpoints"), max_steps=0, num_epochs=2)
     assert rows_of_step(two_epochs, path, 36)[1].start == 144
-    with pytest.raises(UserError, match="expected less than 37,"):  # 2 * (43 + 31) rows, 4 in a step
+    with refusal("--step ", " 37;", " 37,", str(path)):  # 2 * (43 + 31) rows, 4 in a step
         rows_of_step(two_epochs, path, 37)

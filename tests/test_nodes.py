@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, environment, folders, in_ranks, load, run_here, write_data
+from conftest import REPO, TINY, environment, folders, in_ranks, load, refusal, run_here, write_data
 from ground import alter, metrics, options_in
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
@@ -142,16 +143,16 @@ def train_on_node(*flags: str) -> int:
     return train.main([*TINY, "--data_dir", "../data", *flags])
 
 
-def refused(message: str, check) -> None:
-    """Check that the ranks raise one UserError with this message on every rank."""
-    with joined("cpu") as ranks, pytest.raises(UserError, match=message):
+def refused(check, *facts: str) -> None:
+    """Check that the ranks raise one UserError with these facts on every rank."""
+    with joined("cpu") as ranks, refusal(*facts):
         check(ranks)
 
 
-def refuse_to_resume(which: str, message: str) -> None:
+def refuse_to_resume(which: str, *facts: str) -> None:
     os.chdir(f"node{1 - int(os.environ['RANK'])}")
     os.environ["LOCAL_RANK"] = "0"
-    with pytest.raises(UserError, match=message):
+    with refusal(*facts):
         train.main([*TINY, "--data_dir", "../data", "--resume", which])
 
 
@@ -178,7 +179,7 @@ def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
         shutil.copytree("node0", "node1", dirs_exist_ok=True)
         for file in Path("node1/checkpoints").glob("*.pt"):
             alter(file, saved_at=1.0)
-    in_ranks(2, refuse_to_resume, which, "node0/checkpoints has newer checkpoints than rank 0's .*node1/checkpoints")
+    in_ranks(2, refuse_to_resume, which, "/node0/checkpoints ", "/node1/checkpoints, ", "--resume ", "--mirror,")
 
 
 def train_with_other_options() -> int:
@@ -214,16 +215,16 @@ def test_a_shared_folder_is_not_another_nodes(nodes):
     in_ranks(2, share_a_folder)
 
 
-def open_data_of_node(folder: str, message: str) -> None:
+def open_data_of_node(folder: str, *facts: str) -> None:
     enter_node()
     config = parse_args([*TINY, "--data_dir", folder])[0]
-    refused(message, lambda ranks: ranks.on_each(lambda: find_data(Start(config))))
+    refused(lambda ranks: ranks.on_each(lambda: find_data(Start(config))), *facts)
 
 
 def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
     write_data(workdir / "node0/data")
     (workdir / "node1").mkdir()
-    in_ranks(2, open_data_of_node, "data", r"rank 1 on \S+: no train shards in data")
+    in_ranks(2, open_data_of_node, "data", "rank 1 ", f" {socket.gethostname()}: ", " train ", " data ")
 
 
 def listing(folder: Path, last: int | None = None, **options) -> dict:
@@ -235,13 +236,16 @@ def listing(folder: Path, last: int | None = None, **options) -> dict:
     return {f"data/{Path(path).name}": about for path, about in source.shards.listing(reads=True).items()}
 
 
+ABOUT = "SHA-256 ([0-9a-f]{64}), .* ([0-9a-f]{12}),"
+
+
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"num_tokens": (200, 700, 501)}, "found 501 tokens of 2 bytes.* expected 500 tokens of 2 bytes"),
-        ({"num_tokens": (200, 700)}, "tiny_train_000002.npy: differs .* found no such shard"),
-        ({"last": 0}, "tiny_train_000001.npy: differs .* of some tokens [0-9a-f]{12}, expected 700"),
-        ({"seed": 1}, "found 700 tokens of 2 bytes, SHA-256 .* expected 700 tokens of 2 bytes, SHA-256"),
+        ({"num_tokens": (200, 700, 501)}, "tiny_train_000002.npy: .* 501 .* 500 "),
+        ({"num_tokens": (200, 700)}, "tiny_train_000002.npy: (?!.*SHA-256.*SHA-256).* 500 "),
+        ({"last": 0}, rf"tiny_train_000001.npy: .* 700 .* {ABOUT}.* 700 .* SHA-256 \1, .*(?!\2)[0-9a-f]{{12}}\."),
+        ({"seed": 1}, rf"tiny_train_000001.npy: .* 700 .* {ABOUT}.* 700 .* SHA-256 (?!\1)\w{{64}}"),
     ],
 )
 def test_shards_of_another_node_must_be_the_same(workdir, change, difference):
@@ -253,8 +257,7 @@ def test_shards_of_another_node_must_be_the_same(workdir, change, difference):
 
 def train_on_other_data() -> int:
     enter_node()
-    message = "rank 1 on .*tiny_train_000001.npy: differs from rank 0's"
-    with pytest.raises(UserError, match=message):
+    with refusal("rank 1 ", f" {socket.gethostname()}: data/tiny_train_000001.npy: ", " 700 "):
         train.main([*TINY, "--data_dir", "data"])
     return 0
 
@@ -318,10 +321,10 @@ def test_a_slurm_job_requeues_itself_if_it_was_stopped_at_its_limit(tmp_path, at
 
 def test_the_scripts_name_a_missing_variable():
     without = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "HEAD", "NNODES"))}
-    for script, missing in (("multinode.sh", "HEAD is not set"), ("slurm.sh", "SLURM_JOB_ID is not set")):
+    for script, missing in (("multinode.sh", "HEAD"), ("slurm.sh", "SLURM_JOB_ID")):
         ended = subprocess.run([REPO / "scripts" / script], capture_output=True, text=True, env=without)
         assert ended.returncode == 2
-        assert ended.stderr.startswith(f"error: {missing}; ") and ended.stderr.count("\n") == 1
+        assert re.fullmatch(rf"error: {missing} .*\n", ended.stderr)
 
 
 @pytest.mark.parametrize(("end", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -signal.SIGKILL)])
@@ -343,5 +346,4 @@ def test_a_number_of_nodes_that_is_none_gets_one_line(nodes):
     env = os.environ | {"HEAD": "node1", "NNODES": nodes}
     ended = subprocess.run([REPO / "scripts/multinode.sh"], capture_output=True, text=True, env=env)
     assert ended.returncode == 2
-    line = f"error: NNODES is '{nodes}'; expected the number of nodes, such as 2, or a range, such as 1:2\n"
-    assert ended.stderr == line
+    assert re.fullmatch(rf"error: NNODES .*'{nodes}'.* 1:2\n", ended.stderr)

@@ -65,15 +65,15 @@ def test_rows_as_other_programs_write_them_are_read(source, write):
     assert ids_of() == ids_expected(TEXTS)
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    ('"text"\n' * 9, "str; expected an object with the field 'text'"),
-    ('{"body": "a"}\n' * 9, "no field 'text', found body; set --text_field"),
-    ('{"text": 1}\n' * 9, "int, not a string; set --text_field to the field with the text"),
-    ('{"input_ids": [1]}\n' * 9, "no field 'text', found input_ids; write token ids as .npy, see docs/data.md"),
+@pytest.mark.parametrize(("content", "facts"), [
+    ('"text"\n' * 9, (" str", "'text'")),
+    ('{"body": "a"}\n' * 9, ("'text'", " body", "--text_field")),
+    ('{"text": 1}\n' * 9, (" int", "--text_field")),
+    ('{"input_ids": [1]}\n' * 9, ("'text'", " input_ids", ".npy", "docs/data.md")),
 ])  # fmt: skip
-def test_rows_that_cannot_be_read_are_explained(content, reason):
+def test_rows_that_cannot_be_read_are_explained(content, facts):
     Path("a.jsonl").write_text(content)
-    refused("--source a.jsonl", f"^a.jsonl, byte 0: {reason}")
+    refused("--source a.jsonl", "a.jsonl, byte 0", *facts)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_one_bad_row_does_not_end_the_command(bad, place):
 def test_a_window_that_is_too_large_is_explained():
     Path("a.txt").write_bytes(b"".join(b"%d word" % number for number in range(10**6)) * 15)
     subprocess.run(["zstd", "-q", "--long=28", "a.txt"], check=True)
-    refused("--source a.txt.zst", r"a\.txt\.zst: cannot be read, .* pack it with a window of at most 128 MB: zstd -d")
+    refused("--source a.txt.zst", "a.txt.zst", "128 MB", "zstd -d --long=31 -c a.txt.zst")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,10 +122,7 @@ def test_a_source_that_is_modified_between_two_starts_is_refused_until_the_prepa
     stat = Path("a.jsonl").stat()
     Path("a.jsonl").write_text(text.replace("1", "2"))  # as many bytes
     os.utime("a.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-    refused(
-        "--source a.jsonl --val_share 0 --shard_size 3000",
-        "out: prepared with 1 files, .*, but now found other versions of them",
-    )
+    refused("--source a.jsonl --val_share 0 --shard_size 3000", "out: ", " 1 ", "a.jsonl", "--out")
     Path("a.jsonl").write_text(text)
     os.utime("a.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     prepare("a.jsonl", flags="--val_share 0 --shard_size 3000")

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import refusal
 from prepared import (
     files_of,
     ids_expected,
@@ -29,7 +30,6 @@ from standin import CARD, parquet
 from test_tokenizer_json import byte_tokenizer
 
 import prepare_dataset
-from steadygpt.base.options import UserError
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
 from steadygpt.prepare import lines, writer
@@ -91,11 +91,10 @@ def test_a_large_vocabulary_is_stored_as_uint32():
 def test_shards_of_a_different_preparation_are_refused_and_kept():
     prepare("docs.jsonl", flags="")
     before = files_of("out")
-    changed = "out: prepared with shard_size 100000000, but now it is 100; use a different --out"
-    refused("--source docs.jsonl --shard_size 100", changed)
-    refused("--source docs.jsonl --text_field body", "text_field 'text', but now it is 'body'")
+    refused("--source docs.jsonl --shard_size 100", "out: ", "shard_size 100000000", " 100;", "--out")
+    refused("--source docs.jsonl --text_field body", "out: ", "text_field 'text'", "'body'", "--out")
     write_rows("docs.jsonl", [*TEXTS, "more"])
-    refused("--source docs.jsonl", r"prepared with 1 files, .* of docs\.jsonl, but now found 1 files")
+    refused("--source docs.jsonl", "out: ", " 1 ", "docs.jsonl", "--out")
     assert files_of("out") == before
 
 
@@ -106,8 +105,7 @@ def test_a_manifest_with_other_values_is_refused(change):
     prepare("docs.jsonl")
     path = Path("out/manifest.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    message = f"{path}: .*{min(change)}.* not a manifest; use a different --out, or empty out"
-    refused("--source docs.jsonl", message)
+    refused("--source docs.jsonl", f"{path}: ", f"`$.{min(change)}", "--out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,11 +157,9 @@ def test_stdlib_is_pythons_library_without_packages_and_tests():
 ])  # fmt: skip
 def test_a_folder_with_files_for_tests_is_refused_with_a_glob_for_those_for_training(names):
     write({f"tests/copy/{name}": parquet([name] * 40) for name in names} | {"tests/copy/README.md": CARD})
-    message = rf"found {re.escape(f'tests/copy/{names[0]}')}, and .*{names[1]}, which is not for training; choose .*"
-    refused("--source tests/copy", message)
-    with pytest.raises(UserError) as raised:
+    with refusal("--source tests/copy", *(f"tests/copy/{name}" for name in names)) as raised:
         prepare("tests/copy")
-    prepare(re.search(r"glob: --source '(.*?)'", str(raised.value))[1])
+    prepare(re.search(r" --source '(.*?)'", str(raised.value))[1])
     assert ids_of() == ids_expected([names[0]] * 40)
 
 
@@ -235,11 +231,11 @@ def test_a_full_disk_is_reported_with_path_and_bytes(monkeypatch):
     def full(file, arr):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    message = r"^out/\.docs_train_000000\.npy\.tmp: No space left on device; [\d.,]+ [GT]B free; fix it, then run the "
-    message += "same command again to resume$"
     with monkeypatch.context() as patch:
         patch.setattr(writer.np, "save", full)
-        refused("--source docs.jsonl", message)
+        with refusal("out/.docs_train_000000.npy.tmp: No space left on device") as raised:
+            prepare("docs.jsonl")
+    assert re.search(r"[\d.,]+ [GT]B", str(raised.value))
     assert prepare("docs.jsonl", flags="")["complete"]
 
 
@@ -267,5 +263,5 @@ def test_a_file_that_changes_while_it_is_read_is_named(monkeypatch, kind, change
 
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "add", add_and_change)
-        refused(f"--source a.{kind} --val_share 0", rf"a\.{kind}: (changed while the source was read|cannot be read)")
+        refused(f"--source a.{kind} --val_share 0", f"a.{kind}: ")
     assert not Path("out/manifest.json").exists() or not json.loads(Path("out/manifest.json").read_text())["complete"]

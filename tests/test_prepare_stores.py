@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import REPO
+from conftest import REPO, refusal
 from fsspec.registry import _registry
 from prepared import files_of, ids_expected, ids_of, npz, prepare, prepare_stopped, refused
 from standin import CARD, CORPUS, Server, corpus, parquet
@@ -142,7 +142,7 @@ def test_the_commit_is_in_the_manifest_and_other_files_are_not_read(hub):
 
 def test_other_formats_are_read_from_the_copy_of_the_hub_in_parquet(hub, capsys):
     hub.put("datasets/some/csv", {"data/train.csv": b"text\nno\n"})
-    refused("--source hf:some/csv", "hf:some/csv@refs/convert/parquet: no such revision")
+    refused("--source hf:some/csv", "hf:some/csv@refs/convert/parquet")
     hub.put("datasets/some/csv", {"default/train/0000.parquet": parquet(TEXTS)}, "refs/convert/parquet")
     capsys.readouterr()
     prepare("hf:some/csv", "out", OF_HUB)
@@ -202,7 +202,7 @@ def test_a_file_of_a_web_server_is_read(tmp_path, monkeypatch):
         url = f"http://127.0.0.1:{server.server_address[1]}"
         flags = ("--tokenizer", "bytes", "--num_workers", "1", "--val_share", "0", "--out", "web")
         assert prepare_dataset.main(["--source", f"{url}/x.txt", *flags]) == 0
-        with pytest.raises(UserError, match=r"/none\.txt: no such file"):
+        with refusal(f"--source {url}/none.txt", "hf:NAME"):
             prepare_dataset.main(["--source", f"{url}/none.txt", *flags, "--out", "none"])
         server.shutdown()
     assert ids_of("web") == ids_expected([text])
@@ -256,7 +256,7 @@ def test_passing_faults_of_a_network_cost_a_line_each(network, fault, local_shar
 def test_a_hub_that_is_gone_is_waited_for_or_told(hub, local_shards, capsys, monkeypatch):
     monkeypatch.setattr(retry, "PATIENCE_S", 0.0)
     hub.fail("GET .*[1-5].parquet", times=-1, drop_after=0)
-    refused(f"--source {CORPUS_PART} {OF_HUB}", r"no answer \(")
+    refused(f"--source {CORPUS_PART} {OF_HUB}", ".parquet", kind=retry.NoAnswer)
     monkeypatch.setattr(retry, "PATIENCE_S", 60.0)
     monkeypatch.setattr(retry, "sleep", lambda _: hub.faults.clear())  # it is back after a pause
     prepare(CORPUS_PART, "out", OF_HUB)
@@ -280,7 +280,7 @@ def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
 def test_a_file_that_changed_between_two_starts_is_found(bucket):
     prepare_stopped(f"{bucket.url}/*.npz", "out", OF_STORE, before=1)
     bucket.put("part1.npz", npz(np.savez, ids=IDS[:16_000]))  # of the same size
-    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: prepared with 3 files, .* but now found other versions")
+    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: ", " 3 ", "/*.npz", "--out")
 
 
 def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
@@ -292,33 +292,31 @@ def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
         return found
 
     monkeypatch.setattr(stores.Store, "files", list_then_change)
-    changed = "part2.npz: changed while the source was read; empty out, and prepare it again"
-    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", changed)
+    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", f"{bucket.url}/part2.npz")
 
 
-LOG_IN = {"s3": "set AWS_ACCESS_KEY_ID", "gs": "run `gcloud auth application-default login`"}
-DENIED = r"/\S+: access denied .*; check the URL, or {log_in}"
+LOG_IN = {"s3": "AWS_ACCESS_KEY_ID", "gs": "`gcloud auth application-default login`"}
 
 
 @pytest.mark.parametrize("store", ["s3", pytest.param("gcs", marks=pytest.mark.storm)], indirect=True)
 def test_mistakes_and_a_store_that_refuses_or_never_answers_are_reported_in_one_line(bucket, monkeypatch, capsys):
-    url = bucket.url
-    for flags, message in (
-        (f"'{url}/*.npy'", r"--source .*/\*.npy: no such file; expected a file, a folder, a glob, a URL"),
-        (f"'{url}x/*.npz'", r"x/\*.npz: no such"),
-        (f"{url}x", "x: no such"),
+    url, log_in = bucket.url, LOG_IN[bucket.scheme]
+    for flags, facts in (
+        (f"'{url}/*.npy'", (f"--source {url}/*.npy", "hf:NAME")),
+        (f"'{url}x/*.npz'", (f"{url}x/*.npz",)),
+        (f"{url}x", (f"{url}x",)),
     ):
-        refused(f"--source {flags}", message)
+        refused(f"--source {flags}", *facts)
     monkeypatch.setattr(retry, "FIRST_PATIENCE_S", 0.0)
     capsys.readouterr()
-    for match, how, message in (
-        ("GET", {"status": 401}, DENIED),
-        ("GET .*part1.npz", {"status": 403}, DENIED),
-        ("", {"drop_after": 0}, r"/\*.npz: no answer \(.*; check the network"),
+    for match, how, facts, kind in (
+        ("GET", {"status": 401}, (log_in,), UserError),
+        ("GET .*part1.npz", {"status": 403}, ("/part1.npz", log_in), UserError),
+        ("", {"drop_after": 0}, ("/*.npz",), retry.NoAnswer),
     ):
         bucket.faults.clear()
         bucket.fail(match, times=-1, **how)
-        refused(f"--source '{url}/*.npz' --out refused", f"^{url}{message.format(log_in=LOG_IN[bucket.scheme])}")
+        refused(f"--source '{url}/*.npz' --out refused", url, *facts, kind=kind)
         assert not [line for line in retries(capsys) if url in line]
     assert not [path for path in Path("out").glob("*") if path.name != ".lock"]
 
@@ -328,14 +326,14 @@ def test_without_credentials_s3_is_reported(s3, monkeypatch):
         monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, "nothing")
-    refused(f"--source {s3.url}", rf"access denied \(NoCredentialsError: .*; check the URL, or {LOG_IN['s3']}")
+    refused(f"--source {s3.url}", s3.url, "NoCredentialsError", LOG_IN["s3"])
 
 
 @pytest.mark.parametrize(("url", "package"), [("s3://a/b", "s3fs"), ("gs://a/b", "gcsfs")])
 def test_a_missing_package_is_named(url, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)  # loaded by other tests
-    refused(f"--source {url}", f"^{url}: needs a package that is not installed; pip install {package}$")
+    refused(f"--source {url}", url, f"pip install {package}")
 
 
 @pytest.mark.storm

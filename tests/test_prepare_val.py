@@ -111,7 +111,7 @@ def test_val_is_a_fortieth_at_most(seed, capsys):
     try:
         share = share_of_val(source)
     except UserError as error:  # of spaces only
-        assert "found nothing" in str(error)
+        assert source in str(error) and " 0 " in str(error)
         return
     assert share < 0.03
     assert share > 0.001 or "warning: fewer tokens for validation" in capsys.readouterr().err
@@ -151,7 +151,7 @@ def test_without_val():
     write_rows_as("jsonl", {"text": TEXTS})
     manifest = prepare("a.jsonl", "none", "--val_share 0")
     assert [shard["split"] for shard in manifest["shards"]] == ["train"]
-    refused("--source a.jsonl --val_share 0.9", "--val_share is 0.9; expected 0 to 0.5")
+    refused("--source a.jsonl --val_share 0.9", "--val_share", "0.9", " 0.5")
 
 
 def test_val_has_at_most_400_mb(monkeypatch):

@@ -9,24 +9,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, TINY, command, environment, folders, in_ranks, load, need_gpus, run_here
+from conftest import MODERN, TINY, command, environment, folders, in_ranks, load, need_gpus, refusal, run_here
 from ground import assert_same_state, best_model, evaluations, metrics, options_in, status_of
 from harness import Run, run_to_end
 from injected import do_in_step, signal_at
 
 import train
-from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import learning_rate
 from steadygpt.start import settle
 
 A = folders("a")
-
-
-def refused(*flags: str) -> str:
-    with pytest.raises(UserError) as raised:
-        run_here(*flags, *A)
-    return str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +62,7 @@ def test_a_folder_whose_name_the_locale_lacks_is_refused(workdir):
     variables = environment() | {"LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run(words, env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "not valid ascii" in done.stderr and "LC_ALL=C.UTF-8" in done.stderr
+    assert "ascii" in done.stderr and "LC_ALL=C.UTF-8" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +192,7 @@ with_micro_steps, with_rows = partial(with_preset, "micro_steps", 3), partial(wi
 def test_micro_steps_of_the_first_start_fix_the_tokens_of_a_step(workdir, capsys):
     need_gpus(2)
     for flags in ((), ("--resume", "auto")):
-        with pytest.raises(UserError, match="--micro_steps needs a number of rows as --mini_batch_size; or give --tot"):
+        with refusal("--micro_steps ", "--mini_batch_size", "--total_batch_size"):
             with_micro_steps("--mini_batch_size", "auto", *flags)
     in_ranks(2, partial(with_micro_steps, folder=workdir), "--max_steps", "4")
     first = load("a/latest.pt")
@@ -280,7 +273,8 @@ def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, caps
     advice = "starts at step 5; stable.pt is saved just before. To train longer: --resume stable --max_steps N"
     assert f"cool-down    {advice}" in capsys.readouterr().out
     assert run_here(*MODERN, *A) == 0
-    assert "give at least --max_steps 9" in refused("--resume", "stable", "--max_steps", "6")
+    with refusal("--resume ", " 5,", " 6 ", " 4 ", "--max_steps 9"):
+        run_here("--resume", "stable", "--max_steps", "6", *A)
     assert run_here("--resume", "latest", "--max_steps", "20", *A) == 0
     said = capsys.readouterr().out
     assert "lr           rises from" in said and "; --resume stable continues" in said
@@ -290,7 +284,8 @@ def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, caps
 
 def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys):
     assert run_here(*MODERN, "--schedule", "cosine", "--checkpoint_freq", "6", *A) == 0
-    assert "a/stable.pt: not there: --schedule wsd saves it" in refused("--resume", "stable")
+    with refusal("a/stable.pt: ", "--schedule wsd"):
+        run_here("--resume", "stable", *A)
     capsys.readouterr()
     shorter = ("--resume", "a/rolling_step_000006.pt", "--max_steps", "7", "--dry_run")
     assert run_here(*shorter, *A) == 0

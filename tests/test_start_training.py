@@ -6,6 +6,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -156,7 +157,7 @@ def test_a_folder_in_which_a_run_is_training_is_refused(script):
     with lock_folder(Path("run"), "busy"):
         done = run(script, "--checkpoint_dir", "run")
     assert (done.returncode, done.stdout.splitlines()[1:]) == (2, ["the plan"])
-    assert re.fullmatch(r"error: run: in use by process \d+ on .*; stop that run first\n", done.stderr)
+    assert re.fullmatch(rf"error: run: .* {os.getpid()} .*{socket.gethostname()}.*\n", done.stderr)
     assert not Path("run/console.txt").exists()
 
 
@@ -186,4 +187,4 @@ def test_a_script_before_the_installation_says_what_to_run(tmp_path, name):
     env = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": ""}
     ended = subprocess.run([scripts / f"{name}.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert re.fullmatch(r"error: found no Python with \w+; run \./setup\.sh first\n", ended.stderr)
+    assert re.fullmatch(r"error: .* Python .* \./setup\.sh.*\n", ended.stderr)

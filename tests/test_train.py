@@ -227,7 +227,7 @@ def test_the_gradient_of_a_second_term_is_added(workdir, inject):
 def test_a_number_with_a_name_that_is_in_use_is_refused(workdir, inject, name):
     inject.replace_loss_terms(terms_with_z_loss)
     inject.add_metrics(lambda model, rank: {name: torch.tensor(1.0)})
-    with pytest.raises(ValueError, match=rf"\b{name}\b.*; rename"):
+    with pytest.raises(ValueError, match=rf"^{name}: "):
         run_here("--max_steps", "3")
     assert metrics("checkpoints", "loss") == {}
 
@@ -237,7 +237,7 @@ def test_a_term_of_the_loss_that_is_no_number_per_token_is_refused(workdir, inje
         return {"loss": terms_with_z_loss(model, x, targets)["loss"], "mine": x.mean()}
 
     inject.replace_loss_terms(terms)
-    with pytest.raises(ValueError, match=r"the term mine of the loss has shape \(\); expected .* \(32,\)"):
+    with pytest.raises(ValueError, match=r" mine .* \(\);.* \(32,\)$"):
         run_here("--max_steps", "3")
 
 

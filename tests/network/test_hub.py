@@ -6,6 +6,7 @@ import random
 from unittest.mock import Mock
 
 import pytest
+from conftest import refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def test_a_hub_that_is_gone_is_waited_for_for_25_minutes(repo, standin, clock, c
     assert len(others) == 13  # about one a minute
     standin.fail("GET .*train.parquet", times=-1, status=503)
     start_s = clock[0]
-    with pytest.raises(UserError, match=r"no answer .HTTP 503 Service Unavailable.; check"):
+    with refusal(FILE, "HTTP 503 Service Unavailable", kind=retry.NoAnswer):
         read(repo)
     assert retry.PATIENCE_S <= clock[0] - start_s < retry.PATIENCE_S + 2 * retry.LONGEST_PAUSE_S
 
@@ -101,7 +102,7 @@ def test_a_file_that_is_shorter_than_it_was_is_one_clear_error(repo, standin, ca
     file = remote_file(repo).open()
     assert file.read(1000) == DATA[:1000]
     standin.commits["datasets/some/corpus", repo.commit] = {FILE: DATA[:-1]}
-    with pytest.raises(UserError, match=rf"{FILE}: found [0-9,]+ bytes, expected [0-9,]+; it has changed, or"):
+    with pytest.raises(UserError, match=rf"{FILE}: \D+[\d,]+ \D+[\d,]+"):
         file.read()
     assert not retries(capsys)
 
@@ -116,7 +117,7 @@ def test_a_file_is_downloaded_to_the_cache_once_and_again_after_a_fault(repo, st
     for _ in range(2):
         assert fetch(repo, FILE).read_bytes() == DATA
     assert retries(capsys)[0] == f"hf:some/corpus/{FILE}: HTTP 503 Service Unavailable; retrying in 1 s"
-    with pytest.raises(UserError, match=r"^hf:some/corpus/none: no such file on the Hugging Face Hub; check"):
+    with refusal("hf:some/corpus/none: ", "Hugging Face Hub"):
         fetch(repo, "none")
 
 
@@ -146,13 +147,11 @@ def test_a_renamed_repository_is_told_in_one_line(repo, standin, capsys):
     assert capsys.readouterr().err == "hf:corpus: some/corpus on the Hugging Face Hub\n"
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("no/such", "hf:no/such: not found on the Hugging Face Hub, or private; check the"),
-    ("some/corpus@v9", "hf:some/corpus@v9: no such revision on the Hugging Face Hub"),
-    ("a b", "hf:a b: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME"),
+@pytest.mark.parametrize(("name", "fact"), [
+    ("no/such", "HF_TOKEN"), ("some/corpus@v9", "Hugging Face Hub"), ("a b", "OWNER/NAME"),
 ])  # fmt: skip
-def test_a_wrong_name_is_one_line_without_a_second_try(name, message, repo, standin, capsys):
-    with pytest.raises(UserError, match=f"^{message}"):
+def test_a_wrong_name_is_one_line_without_a_second_try(name, fact, repo, standin, capsys):
+    with refusal(f"hf:{name}: ", fact):
         find_repo("dataset", name)
     assert not retries(capsys)
     assert len(standin.log) <= 1
@@ -166,8 +165,8 @@ def test_offline_no_request_is_sent(repo, standin, monkeypatch):
     found = find_repo("dataset", "some/corpus")
     assert (found.commit, found.online) == (repo.commit, False)
     assert fetch(found, FILE).read_bytes() == DATA
-    with pytest.raises(UserError, match=r"other.parquet is not in the cache"):
+    with refusal("hf:some/corpus: other.parquet"):
         fetch(found, "other.parquet")
-    with pytest.raises(UserError, match=r"not in the cache, and HF_HUB_OFFLINE is set"):
+    with refusal("hf:some/other: ", "HF_HUB_OFFLINE"):
         find_repo("dataset", "some/other")
     assert not standin.log

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import REPO
+from conftest import REPO, refusal
 from prepared import files_of, ids_expected, ids_of, npy, prepare, refused, small_units  # noqa: F401
 from standin import parquet
 
@@ -139,7 +139,8 @@ def test_what_stands_beside_the_text_changes_no_token_or_is_named(seed, capsys):
         said = f"{capsys.readouterr().err} {error}"
     for name in added:
         is_named = Path(name).name in said or f"{Path(name).parent}" in said
-        is_open = "choose files with a glob" in said  # two files are named, and the others after the choice
+        # Two files are named, and the others after the choice.
+        is_open = re.search(r" --source '\S+' \S+ --source '", said)
         assert is_named or is_open or Path(name).name.startswith("."), (name, said)
     assert same or any(name in said for name in [*added, *files])
 
@@ -182,16 +183,16 @@ def test_a_corpus_is_what_its_user_means(files, read, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({"a.csv": b"text\na\n", "README.md": b"c"}, "found t/a.csv: of a kind that is not read; type python -m"),
-    ({"a.tar": b"tar", "README.md": b"c"}, "t/a.tar: an archive; type python -m tarfile -e t/a.tar t/a, then"),
-    ({"README.md": b"c"}, "found t/README.md: a card or a licence; expected files of .txt"),
-    ({"a.parquet": parquet(["a"]), "a.jsonl": lines(["a"])}, "probably the same text in two formats, or of two dates;"),
-    ({"a.jsonl": lines(["a"]), "a.jsonl.gz": gzip.compress(lines(["b"]))}, "found t/a.jsonl and t/a.jsonl.gz, which"),
+@pytest.mark.parametrize(("files", "facts"), [
+    ({"a.csv": b"text\na\n", "README.md": b"c"}, ("t/a.csv: ", " python -m steadygpt.prepare.lines t/a.csv,")),
+    ({"a.tar": b"tar", "README.md": b"c"}, ("t/a.tar: ", " python -m tarfile -e t/a.tar t/a,")),
+    ({"README.md": b"c"}, (" t/README.md: ", ".txt")),
+    ({"a.parquet": parquet(["a"]), "a.jsonl": lines(["a"])}, (" t/a.jsonl ", " t/a.parquet,")),
+    ({"a.jsonl": lines(["a"]), "a.jsonl.gz": gzip.compress(lines(["b"]))}, (" t/a.jsonl ", " t/a.jsonl.gz,")),
 ])  # fmt: skip
-def test_a_corpus_that_is_not_clear_is_refused(files, message):
+def test_a_corpus_that_is_not_clear_is_refused(files, facts):
     write({f"t/{name}": content for name, content in files.items()})
-    refused("--source t", re.escape(message))
+    refused("--source t", "--source t: ", *facts)
 
 
 def test_what_is_named_itself_is_read():
@@ -213,10 +214,7 @@ def test_caches_of_datasets_are_left_out(capsys):
     assert ids_of() == ids_expected(TEXTS)
     said = capsys.readouterr().err
     assert "saved/mapped.arrow: not among the files of the data set, which state.json names" in said
-    refused(
-        "--source saved/cache-indices.arrow --out new",
-        "the rows that a selection of `datasets` takes, without their text",
-    )
+    refused("--source saved/cache-indices.arrow --out new", "saved/cache-indices.arrow: ", "save_to_disk()")
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt", "a.md"])
@@ -244,7 +242,7 @@ DAMAGED = {
 def test_before_the_first_shard_a_damaged_file_is_named_and_the_files_may_change(kind):
     write({f"t/{number:02d}.jsonl": lines([f"{number} {text}" for text in TEXTS]) for number in range(30)})
     write({f"t/20x.{kind}": DAMAGED[kind]})
-    refused("--source t", rf"t/20x.{kind}: .*")
+    refused("--source t", f"t/20x.{kind}: ")
     Path(f"t/20x.{kind}").unlink()
     prepare("t")
     assert len(ids_of()) == sum(len(ids_expected([f"{number} {text}" for text in TEXTS])) for number in range(30))
@@ -263,7 +261,7 @@ def test_after_the_first_shard_few_damaged_files_are_skipped_and_counted(capsys)
     manifest = prepare("t", "one", flags)
     said = capsys.readouterr()
     assert len(manifest["damaged"]) == 3
-    assert "warning: t/050.jsonl.gz: cannot be read, EOFError: " in said.err
+    assert re.search(r"^warning: t/050\.jsonl\.gz: .*EOFError: ", said.err, re.MULTILINE)
     assert "skipped the rest of it. Once it is repaired, prepare all files in another --out" in said.err
     assert "then run this again" not in said.err  # the changed list would be refused
     assert "3 damaged files skipped" in said.out
@@ -271,7 +269,7 @@ def test_after_the_first_shard_few_damaged_files_are_skipped_and_counted(capsys)
         prepare("t", f"with{workers}", f"{flags} --num_workers {workers}")
         assert files_of(f"with{workers}") == files_of("one")
     write({"t/053.jsonl.gz": content[:-99]})
-    refused(f"--source t {flags} --out more", "053.jsonl.gz: .*; 4 files of 14 are damaged. Prepare the rest in")
+    refused(f"--source t {flags} --out more", "t/053.jsonl.gz: ", " 4 ", " 14 ", "--out")
 
 
 def test_a_folder_that_grows_is_found_at_the_end(monkeypatch):
@@ -284,7 +282,7 @@ def test_a_folder_that_grows_is_found_at_the_end(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "save_shards", grow)
-        refused("--source t", "t/2.jsonl: changed while the source was read; empty out, and prepare it again")
+        refused("--source t", "t/2.jsonl: ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,8 +342,8 @@ ADVICES = {
 
 def commands_in(message: str) -> tuple[str, str]:
     """Return the command and the --source that a message advises; "" for none."""
-    command = re.search(r"(?:type|Try:|128 MB:) ((?:python|iconv|zstd) .*?)(?:, then|; expected|; repair|$)", message)
-    source = re.search(r"(?:then|glob:) --source ('.*?'|[^\s;]+)", message)
+    command = re.search(r"((?:python|iconv|zstd) -.*?)(?:[,;] |$)", message)
+    source = re.search(r" --source ('.*?'|[^\s;]+)", message)
     return command[1] if command else "", shlex.split(source[1])[0] if source else ""
 
 
@@ -384,7 +382,7 @@ def test_a_window_of_zstd_that_is_too_large_is_packed_again():
     Path("t").mkdir()
     Path("t/a.txt").write_bytes(b"".join(b"%d word" % number for number in range(10**6)) * 15)
     subprocess.run(["zstd", "-q", "--long=28", "--rm", "t/a.txt"], check=True)
-    with pytest.raises(UserError, match="pack it with a window of at most 128 MB: zstd -d") as raised:
+    with refusal("128 MB", "zstd -d") as raised:
         prepare("t")
     subprocess.run(commands_in(str(raised.value))[0], shell=True, check=True)
     local_files("t")[0][0].open().close()

@@ -103,7 +103,7 @@ def test_a_line_that_is_too_long_ends_its_file(tmp_path):
         patch.setattr(chunks, "LONGEST_LINE", 450)
         *_, last = blocks_from(source_of([tmp_path / "a.jsonl"]))
     assert isinstance(last.data, Damaged)
-    assert "a.jsonl: a line of 450 bytes or more, after byte 0; remove it" in str(last.data)
+    assert re.search(r"/a\.jsonl: .* 450 .* 0;", str(last.data))
 
 
 TEXT = st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300).map(str.encode)
@@ -147,7 +147,8 @@ def test_a_damaged_file_is_named(tmp_path):
         file.seek(column.dictionary_page_offset or column.data_page_offset)
         file.write(b"\xff" * 20)
     *_, last = blocks_from(source)
-    assert re.search(r"1\.parquet: cannot be read, .*; repair or remove it, then run this again", str(last.data))
+    assert isinstance(last.data, Damaged)
+    assert "/1.parquet: " in str(last.data)
 
 
 def test_a_million_spaces_are_cut(tmp_path):

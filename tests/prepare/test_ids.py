@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refusal
 from prepared import ids_of, npy, npz, prepare, refused
 from test_prepare_refusals import IDS, LLMC
 from test_tokenizer_json import byte_tokenizer
 
-from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.shards import headerless_dtype, open_shard
 from steadygpt.data.tokenizer import END_OF_TEXT
@@ -62,11 +62,11 @@ def test_ids_of_another_width_are_refused_by_both_commands(written, factor, toke
     Path("data").mkdir()
     for split in ("train", "val"):
         (IDS * factor).astype(written).tofile(f"data/{split}.bin")
-    message = f"data/train.bin: found ids that look like {written}, without a header; expected {expected}, because the"
-    refused(f"--source data/train.bin --tokenizer {tokenizer}", message)
-    with pytest.raises(UserError, match=message) as raised:
+    facts = ("data/train.bin: ", f" {written},", f" {expected},", "--tokenizer")
+    refused(f"--source data/train.bin --tokenizer {tokenizer}", *facts)
+    with refusal(*facts) as raised:
         find_data(Start(TrainConfig(data_dir="data", tokenizer=tokenizer, context_length=16)))
-    advice = re.search(r"numpy\.save\(.*\)(?=, and remove)", str(raised.value))
+    advice = re.search(r"numpy\.save\(.*\)", str(raised.value))
     eval(advice[0], {"numpy": np})
     assert open_shard(Path("data/train.npy")).tokens().tolist() == (IDS * factor).tolist()
 
@@ -76,8 +76,7 @@ def test_bytes_and_padded_ids_are_not_taken_for_uint16():
     padded = np.concatenate([np.zeros(4096), np.resize(IDS, 20_000)])
     for written, tokenizer in ((text, "gpt2"), (text, "bytes"), (padded.astype("<u4"), "gpt2")):
         written.tofile("train.bin")
-        message = f"ids that look like {written.dtype}, without a header; expected uint16"
-        refused(f"--source train.bin --tokenizer {tokenizer}", message)
+        refused(f"--source train.bin --tokenizer {tokenizer}", "train.bin: ", f" {written.dtype},", " uint16,")
     text.astype("<u2").tofile("train.bin")  # characters in uint16 are ids
     prepare("train.bin", flags=VAL)
     few = np.random.default_rng(0).integers(256, 320, 5000).astype("<u2")  # mostly the merges of a small BPE
@@ -119,7 +118,7 @@ def test_damage_that_leaves_ids_in_the_vocabulary_is_found():
     whole = npz(np.savez, ids=IDS)
     at = whole.index(IDS.tobytes()) + 8 * 1234
     Path("a.npz").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    refused("--source a.npz", "a.npz: cannot be read, BadZipFile: Bad CRC-32")
+    refused("--source a.npz", "a.npz: ", "BadZipFile: Bad CRC-32")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import count
 
 import pytest
+from conftest import refusal
 
-from steadygpt.base.options import UserError
 from steadygpt.prepare.workers import RUN_AHEAD, map_in_order
 
 
@@ -25,7 +25,7 @@ def test_results_come_in_order_and_only_a_few_items_are_in_memory_at_once():
 
 
 def test_a_killed_worker_is_one_line():
-    with pytest.raises(UserError, match="one of the 2 workers was killed, perhaps for lack of memory"):
+    with refusal(" 2 ", "--num_workers"):
         list(map_in_order(os._exit, [1], 2))
 
 
@@ -35,7 +35,7 @@ def test_a_full_or_read_only_dev_shm_is_named(monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", fail)
-    with pytest.raises(UserError, match=rf"/dev/shm: {os.strerror(number)}; .* or use --num_workers 1"):
+    with refusal(f"/dev/shm: {os.strerror(number)}", "--shm-size=1g", "--num_workers 1"):
         list(map_in_order(operator.neg, [1], 2))
     assert list(map_in_order(operator.neg, [1], 1)) == [(1, -1)]
 
