@@ -484,7 +484,7 @@ def test_optimizer_state_of_another_shape_is_refused_before_anything_is_changed(
 
     alter("checkpoints/latest.pt", cut)
     before = files_of(workdir)
-    expected = r"wte.weight.exp_avg is \(3, 16\) torch.float32; expected \(\d+, 16\) torch.float32"
+    expected = r"wte.weight.exp_avg [^(]*\(3, 16\) torch.float32\b[^(]*\(\d+, 16\) torch.float32"
     with pytest.raises(UserError, match=f"^checkpoints/latest.pt: {expected}"):
         run_here("--resume")
     assert files_of(workdir) == before
