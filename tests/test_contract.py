@@ -158,7 +158,7 @@ def test_an_export_is_refused_or_exact(shape, tmp_path):
     try:
         write_folder(content, Path(tmp_path, "out"))
     except UserError as error:
-        assert "no class of transformers computes this model" in str(error)
+        assert any(f" {name} " in str(error) for name in shape) and "generate.py" in str(error)
         return
     imported = load_model(read_weights(str(tmp_path / "out"))).eval()
     assert sketch_of(imported.config).num_parameters() >= model.num_parameters()  # missing biases are zeros
@@ -169,5 +169,5 @@ def test_an_export_is_refused_or_exact(shape, tmp_path):
 def test_a_parameter_of_an_unknown_module_has_no_role():
     model = small()
     model.h[0].mlp.gate = torch.nn.Bilinear(2, 2, 2)
-    with pytest.raises(TypeError, match=r"h\.0\.mlp\.gate\.weight: which optimizer updates .* a Bilinear"):
+    with pytest.raises(TypeError, match=r"^h\.0\.mlp\.gate\.weight: .*\bBilinear\b"):
         model.parameters_by_role()

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, reference_model, run_here
+from conftest import TINY, reference_model, refusal, run_here
 from ground import is_of_a_run, latest, metrics, options_of, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,13 +64,6 @@ def assert_same_weights(one: dict, other: dict) -> None:
     assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
 
 
-def mistake(source, *arguments) -> str:
-    with pytest.raises(UserError) as raised:
-        read_weights(str(source), *arguments)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face
 
@@ -105,7 +98,7 @@ def test_the_error_names_the_packages_that_are_missing(missing, tmp_path, monkey
     write_folder(checkpoint_of(SMALL), tmp_path / "a")
     monkeypatch.setitem(sys.modules, missing, None)
     for use in (lambda: read_weights(str(tmp_path / "a")), lambda: write_folder(checkpoint_of(SMALL), tmp_path / "b")):
-        with pytest.raises(UserError, match="needs safetensors and tokenizers; pip install"):
+        with pytest.raises(UserError, match=r"(?i): .*\bpip install safetensors tokenizers\b"):
             use()
 
 
@@ -172,15 +165,20 @@ def test_weights_come_from_the_files_that_the_index_names(tmp_path):
     save_file(stale, tmp_path / "a/model-of-another-run.safetensors")
     assert_same_weights(read_weights(str(tmp_path / "a")), read_weights(str(tmp_path / "whole")))
     (tmp_path / "a" / files[1]).unlink()
-    assert f"a/{files[1]}: cannot be read (" in mistake(tmp_path / "a")
+    with refusal(f"a/{files[1]}: "):
+        read_weights(str(tmp_path / "a"))
     outside = [json.dumps({"weight_map": {"a": name}}) for name in ("/etc/passwd", "../b.safetensors", "..", "")]
     for text in ("{", "[]", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"a": 3}}', *outside):
         index.write_text(text)
-        said = mistake(tmp_path / "a")
-        assert "a/model.safetensors.index.json: " in said and "expected the file of each weight; copy it again" in said
+        with refusal("a/model.safetensors.index.json: "):
+            read_weights(str(tmp_path / "a"))
     index.unlink()
-    assert "no model.safetensors and no model.safetensors.index.json" in mistake(tmp_path / "a")
-    assert "no such file or folder" in mistake("gpt2-huge") and "no source" in mistake("")
+    with refusal(f"{tmp_path}/a: ", " model.safetensors ", " model.safetensors.index.json"):
+        read_weights(str(tmp_path / "a"))
+    with refusal("gpt2-huge: "):
+        read_weights("gpt2-huge")
+    with pytest.raises(UserError, match=r"(?i)\bsource\b"):
+        read_weights("")
 
 
 def on_the_hub(standin, folder, name="models/some/gpt", **changes) -> dict[str, bytes]:
@@ -209,12 +207,12 @@ def test_checks_come_before_the_download_of_weights(standin, workdir):
     on_the_hub(standin, workdir / "model")
     on_the_hub(standin, workdir / "other", "models/some/other", vocab_size=300)
     start = ("--max_steps", "3", "--warmup_steps", "1", "--init_from")
-    for flags, message in (
-        (["some/other"], "vocab_size is 300, but the data has 257"),
-        (["some/gpt", "--num_layers", "3"], "num_layers is 2, but this run has 3"),
-        (["some/gpt", "--total_batch_size", "70"], "total_batch_size"),
+    for flags, facts in (
+        (["some/other"], ("--init_from some/other: ", "vocab_size", "300", "257")),
+        (["some/gpt", "--num_layers", "3"], ("--init_from some/gpt: ", "num_layers", "2", "3")),
+        (["some/gpt", "--total_batch_size", "70"], ("total_batch_size", "70")),
     ):
-        with pytest.raises(UserError, match=message):
+        with refusal(*facts):
             run_here(*start, *flags)
     run_here(*start, "some/gpt", "--dry_run")
     assert not standin.sent("GET .*safetensors")
@@ -240,7 +238,7 @@ def test_an_interrupted_or_failed_export_leaves_no_files(tmp_path, monkeypatch, 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
     try:
-        with pytest.raises(UserError, match=r"out: cannot be written \(.*File too large"):
+        with pytest.raises(UserError, match=r"/out: .*\(.*File too large"):
             write_folder(checkpoint_of(SMALL), tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -293,10 +291,8 @@ def test_a_folder_of_train_improved_is_no_corrupt_run_and_the_error_names_the_ne
     for name in ("latest.pt", "rolling_step_000250.pt"):
         torch.save(improved(OURS) | {"model": {}}, Path("checkpoints", name))
     main, *argv = command.split()
-    with pytest.raises(UserError) as raised:
+    with refusal("checkpoints/latest.pt: ", "convert_hf.py ", "nanoGPT"):
         {"train": train.main, "generate": generate.main}[main](argv)
-    start = "checkpoints/latest.pt: a pickle of Python objects, which could run code; "
-    assert str(raised.value).startswith(f"{start}convert_hf.py reads those of nanoGPT")
 
 
 @pytest.mark.parametrize("trainer", OTHERS)
@@ -319,21 +315,23 @@ def test_checkpoints_of_other_trainers_are_read_exactly(trainer, tmp_path, monke
     torch.save(content | {"model": weights, "iter_num": 5, "best_val_loss": torch.tensor(1.0)}, tmp_path / "ckpt.pt")
     assert_same_weights(expected, read_weights(str(tmp_path / "ckpt.pt")))
     assert ("assumed gpt2, because it has 50,304 rows" in capsys.readouterr().err) == (tokenizer == "gpt2")
-    assert f"vocab_size is {rows:,}" in mistake(tmp_path / "ckpt.pt", "bytes")
+    with refusal("ckpt.pt: vocab_size ", f" {rows:,}; ", " 257 ", "'bytes'", "--tokenizer"):
+        read_weights(str(tmp_path / "ckpt.pt"), "bytes")
 
 
 def test_mistakes_in_other_checkpoints_are_reported_with_the_field(tmp_path):
     shape = NANOGPT | {"vocab_size": 65}
-    for content, words in (
-        ({"model_args": shape | {"block_size": "12"}}, 'block_size is "12"; expected int'),
-        ({"model_args": shape | {"n_head": 3}}, "n_head is 3; expected"),
-        ({"model_args": shape}, "model is not a dict of tensors"),
-        ({"model_args": shape, "model": {}}, "the weight transformer.wte.weight is missing; expected (65, 16)"),
-        ({"model_args": [1]}, "not a checkpoint of SteadyGPT; convert_hf.py reads"),
-        ([1], "not a checkpoint of SteadyGPT; convert_hf.py reads"),
+    for content, facts in (
+        ({"model_args": shape | {"block_size": "12"}}, ("block_size ", '"12"', "1024")),
+        ({"model_args": shape | {"n_head": 3}}, ("n_head ", " 3; ", "embd_size", "16")),
+        ({"model_args": shape}, ("GPT",)),
+        ({"model_args": shape, "model": {}}, ("transformer.wte.weight", "(65, 16)")),
+        ({"model_args": [1]}, ("convert_hf.py",)),
+        ([1], ("convert_hf.py",)),
     ):
         torch.save(content, tmp_path / "ckpt.pt")
-        assert words in mistake(tmp_path / "ckpt.pt")
+        with refusal("ckpt.pt: ", *facts):
+            read_weights(str(tmp_path / "ckpt.pt"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,8 +343,10 @@ def test_tokenizer_fills_in_an_unknown_name_only(tmp_path):
     torch.save(checkpoint_of(SMALL), tmp_path / "known.pt")
     assert read_weights(str(tmp_path / "unknown.pt"), "bytes")["tokenizer"] == "bytes"
     assert read_weights(str(tmp_path / "known.pt"), "bytes")["tokenizer"] == "bytes"
-    assert "expected the 50,257 of the tokenizer 'gpt2'" in mistake(tmp_path / "unknown.pt", "gpt2")
-    assert "its tokenizer is bytes" in mistake(tmp_path / "known.pt", "gpt2")
+    with refusal("unknown.pt: vocab_size ", " 257; ", "50,257", "'gpt2'"):
+        read_weights(str(tmp_path / "unknown.pt"), "gpt2")
+    with refusal("known.pt: ", "bytes", "gpt2"):
+        read_weights(str(tmp_path / "known.pt"), "gpt2")
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
@@ -355,7 +355,8 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
             return print, ("ran",)
 
     torch.save({"model": {}, "config": Bomb()}, tmp_path / "bomb.pt")
-    assert "a pickle of Python objects, which could run code" in mistake(tmp_path / "bomb.pt")
+    with pytest.raises(UserError, match=r"(?i)bomb\.pt: .*\bpickle\b"):
+        read_weights(str(tmp_path / "bomb.pt"))
     assert capsys.readouterr().out == ""
 
 
@@ -380,7 +381,7 @@ def test_the_command_exports_and_imports(workdir, capsys, monkeypatch):
     trained, back = latest("checkpoints"), read_weights("back.pt")
     assert_same_weights(trained, back)
     for source, target in (("exported", "back.pt"), ("back.pt", "exported")):
-        with pytest.raises(UserError, match=rf"{target}: already exists"):
+        with refusal(f"{target}: "):
             convert_hf.main([source, target])
     assert convert_hf.main(["latest", "latest.pt"]) == convert_hf.main(["checkpoints", "folder.pt"]) == 0
     assert_same_weights(read_weights("folder.pt"), back)
@@ -450,16 +451,16 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
         assert torch.allclose(logits_of(tuned, tokens), model.eval()(tokens).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "tokenizer", "message"), [
-    ({"num_layers": 3}, "bytes", "--init_from w.pt: num_layers is 2, but this run has 3"),
-    ({"context_length": 13}, "bytes", "context_length is 12, but this run has 13"),
-    ({"activation": "gelu"}, "bytes", "activation is gelu_tanh, but this run has gelu"),
-    ({"intermediate_size": 32}, "bytes", "intermediate_size is 64, but this run has 32"),
-    ({"vocab_size": 50257}, "bytes", "vocab_size is 257, but the data has 50257"),
-    ({}, "gpt2", "tokenizer is bytes, but the data has gpt2"),
-    ({"context_length": 8, "intermediate_size": 64, "num_kv_heads": 2, "head_dim": 8, "dropout": 0.1}, "bytes", ""),
+@pytest.mark.parametrize(("changes", "tokenizer", "facts"), [
+    ({"num_layers": 3}, "bytes", ("num_layers", "2", "3")),
+    ({"context_length": 13}, "bytes", ("context_length", "12", "13")),
+    ({"activation": "gelu"}, "bytes", ("activation", "gelu_tanh,", "gelu")),
+    ({"intermediate_size": 32}, "bytes", ("intermediate_size", "64", "32")),
+    ({"vocab_size": 50257}, "bytes", ("vocab_size", "257,", "50257")),
+    ({}, "gpt2", ("bytes", "gpt2")),
+    ({"context_length": 8, "intermediate_size": 64, "num_kv_heads": 2, "head_dim": 8, "dropout": 0.1}, "bytes", ()),
 ])  # fmt: skip
-def test_weights_must_fit_the_run(changes, tokenizer, message):
-    with pytest.raises(UserError, match=message) if message else nullcontext():
+def test_weights_must_fit_the_run(changes, tokenizer, facts):
+    with refusal("--init_from w.pt: ", *facts) if facts else nullcontext():
         check_fits(checkpoint_of(SMALL), "w.pt", dataclasses.replace(SMALL, **changes), TokenizerRecord(tokenizer))
     check_fits(checkpoint_of(SMALL, tokenizer=""), "w.pt", SMALL, TokenizerRecord("any"))

@@ -233,7 +233,7 @@ def test_an_optimizer_without_a_parameter_or_with_one_twice_is_refused(monkeypat
         return optimizer
 
     monkeypatch.setitem(OPTIMIZERS, "adamw", make)
-    with pytest.raises(ValueError, match=rf"adamw: expected each parameter in one group .* {wrong}"):
+    with pytest.raises(ValueError, match=rf"^adamw: .* {wrong}$"):
         make_optimizer(GPT(dataclasses.replace(SMALL, tied_head=False)), TrainConfig(), ALONE)
 
 
@@ -245,5 +245,5 @@ def test_a_state_that_checkpoints_cannot_hold_is_refused_before_training(monkeyp
                 state["exp_avg"] = state["exp_avg"].bfloat16()
 
     monkeypatch.setitem(OPTIMIZERS, "adamw", lambda model, *_: Half(model.parameters()))
-    with pytest.raises(TypeError, match=r"adamw: its state exp_avg of wte\.weight is no tensor of fp32"):
+    with pytest.raises(TypeError, match=r"^adamw: .*\bexp_avg\b.*\bwte\.weight\b.*\bfp32\b"):
         state_shapes(dataclasses.replace(SMALL, context_length=11), "adamw")

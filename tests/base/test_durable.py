@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadygpt.base import durable
 from steadygpt.base.durable import fsync, lock_folder, replace_file
-from steadygpt.base.options import UserError
 
 
 def test_replace_file_keeps_the_old_content_when_writing_fails(tmp_path):
@@ -85,7 +85,7 @@ def test_a_temporary_file_of_a_killed_process_is_replaced(tmp_path):
 
 def test_lock_is_released_when_its_file_is_closed(tmp_path):
     lock = lock_folder(tmp_path, "wait")
-    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on {socket.gethostname()}; wait"):
+    with refusal(f"{tmp_path}: ", f" {os.getpid()} ", socket.gethostname(), "; wait"):
         lock_folder(tmp_path, "wait")
     lock.close()
     lock_folder(tmp_path, "wait").close()
@@ -127,7 +127,5 @@ def test_other_errors_of_an_fsync_name_the_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     monkeypatch.setattr(fcntl, "flock", failing(number))
-    with pytest.raises(UserError) as raised:
+    with refusal(f"{tmp_path}/.lock: {os.strerror(number)}; "):
         lock_folder(tmp_path, "wait")
-    message = f"cannot write to {tmp_path}/.lock: {os.strerror(number)}; expected a writable folder"
-    assert str(raised.value).startswith(message)

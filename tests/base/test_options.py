@@ -1,12 +1,13 @@
 """Exit statuses of commands, and spellings of their options."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
-from conftest import REPO
+from conftest import REPO, refusal
 
 import prepare_dataset
 import train
@@ -47,10 +48,7 @@ def run(program: str, **environment: str) -> tuple[int, str, str]:
 
 
 LONG = "x" * 5000
-LIMIT = (
-    "error: the limit of threads and processes is reached; raise it (ulimit -u, or the pids limit of the container), "
-    "or end others\n"
-)
+LIMIT = r"error: .*\bulimit -u\b.*\n"
 
 
 @pytest.mark.parametrize("environment", [{}, {"RANK": "0"}], ids=str)
@@ -58,21 +56,20 @@ LIMIT = (
     (3, 3, ""),
     (None, 0, ""),
     (UserError("wrong; expected right"), 2, "error: wrong; expected right\n"),
-    (UserError("\x1b[2J: a\nb"), 2, "error: \\x1b[2J: a\\nb\n"),
-    (OSError(36, "File name too long", LONG), 2,
-     f"error: {LONG}: File name too long; change its permissions, or give another path\n"),
-    (PermissionError(13, "Permission denied", "data/a"), 2,
-     "error: data/a: Permission denied; change its permissions, or give another path\n"),
+    (UserError("\x1b[2J: a\nb"), 2, r"error: \\x1b\[2J: a\\nb\n"),
+    (OSError(36, "File name too long", LONG), 2, f"error: {LONG}: File name too long; .*\n"),
+    (PermissionError(13, "Permission denied", "data/a"), 2, "error: data/a: Permission denied; .*\n"),
     (KeyboardInterrupt(), 130, ""),
-    (UserError("https://me:pw@host/x: no such file"), 2, "error: https://...@host/x: no such file\n"),
-    (UserError("'https://ghp_s3cret@host/x'"), 2, "error: 'https://...@host/x'\n"),
-    (UserError("s3://AK:se/cret@b/a?pwd=1"), 2, "error: s3://...@b/a?pwd=...\n"),
-    (UserError("s3://b/a?X-Token=pw&v=1"), 2, "error: s3://b/a?X-Token=...&v=1\n"),
+    (UserError("https://me:pw@host/x: no such file"), 2, r"error: https://\.\.\.@host/x: no such file\n"),
+    (UserError("'https://ghp_s3cret@host/x'"), 2, r"error: 'https://\.\.\.@host/x'\n"),
+    (UserError("s3://AK:se/cret@b/a?pwd=1"), 2, r"error: s3://\.\.\.@b/a\?pwd=\.\.\.\n"),
+    (UserError("s3://b/a?X-Token=pw&v=1"), 2, r"error: s3://b/a\?X-Token=\.\.\.&v=1\n"),
     (RuntimeError("can't start new thread"), 1, LIMIT),
     (BlockingIOError(11, "Resource temporarily unavailable"), 1, LIMIT),
 ], ids=lambda value: repr(value)[:40])  # fmt: skip
 def test_a_command_ends_with_its_exit_status_and_at_most_one_line(ending, environment, end, status, stderr):
-    assert ending(end, **environment) == (status, "printed\n", stderr)
+    *others, err = ending(end, **environment)
+    assert others == [status, "printed\n"] and re.fullmatch(stderr, err)
 
 
 @pytest.mark.parametrize("raised", [OSError(5, "Input/output error", "data/a"), PermissionError(13, "denied")])
@@ -157,9 +154,7 @@ class Watch:
     ],
 )
 def test_a_password_in_a_url_is_refused_and_not_repeated(url):
-    with pytest.raises(
-        UserError, match=r"--mirror is a URL with a password or a token.*GOOGLE_APPLICATION_CREDENTIALS"
-    ) as raised:
+    with refusal("--mirror ", "URL", "GOOGLE_APPLICATION_CREDENTIALS") as raised:
         parse_options(Watch, ["--mirror", url], "")
     assert "@" not in str(raised.value) and "sec" not in str(raised.value)
 
@@ -194,5 +189,5 @@ def test_an_incomplete_installation_is_refused_in_one_line(tmp_path):
     words = [sys.executable, "setup.py", "--quiet", "bdist_wheel"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: SteadyGPT runs from a clone")
+    assert re.match(r"(?i)error: .*\bclone\b", done.stderr.splitlines()[-1])
     assert list(tmp_path.rglob("*.whl")) == []

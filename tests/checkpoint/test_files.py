@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_here
+from conftest import refusal, run_here
 from ground import (
     alter,
     heads,
@@ -64,7 +64,7 @@ def test_a_file_that_was_compressed_is_refused(tmp_path):
         for name in saved.namelist():
             again.writestr(name, saved.read(name))
     for read in (files.read_head, verified):
-        with pytest.raises(UserError, match=r"latest\.pt: corrupt \(it was compressed after it was saved\)"):
+        with pytest.raises(UserError, match=r"(?i)latest\.pt: .*\bcompressed\b"):
             read(tmp_path / "latest.pt")
 
 
@@ -126,7 +126,7 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
     assert row.startswith("rolling_step_\\x1b[2J.pt ")
     with pytest.raises(UserError):
         open_checkpoint("average:1", tmp_path)
-    assert "/rolling_step_\\x1b[2J.pt: corrupt" in capsys.readouterr().err
+    assert "/rolling_step_\\x1b[2J.pt: " in capsys.readouterr().err
 
 
 def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
@@ -136,7 +136,7 @@ def test_only_the_verbose_table_reads_and_verifies_tensors(tmp_path):
     assert line.split()[:2] == ["latest.pt", "10"] and line.endswith("  complete")
     assert last == f"1 name in {tmp_path}"
     _, line, _ = checkpoint_table(tmp_path, verbose=True)
-    assert "  corrupt (checksum of record latest/data/0)" in line
+    assert re.search(r"  corrupt \(.*latest/data/0\)", line)
 
 
 @pytest.mark.parametrize("loss", ["low", -1e308, float("nan"), 10**400])
@@ -144,7 +144,7 @@ def test_table_names_a_number_that_cannot_be(tmp_path, loss):
     write_checkpoint(tmp_path, 10, "latest.pt", loss=loss)
     for verbose in (False, True):
         _, line, _ = checkpoint_table(tmp_path, verbose)
-        assert "`$.loss`; take another checkpoint" in line
+        assert "`$.loss`" in line
 
 
 def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_file_that_training_deletes_meanwhile_is_left_out_or_reported(tmp_path
         path.unlink()
     later, last, _, name, *details, weights, optimizer = printed
     assert re.fullmatch(rf"{ROLLING.format(20)} .*  intact", lines[1])
-    assert later.startswith(ROLLING.format(10)) and "  no such file; " in later
+    assert re.match(rf"(?i){ROLLING.format(10)} .*  no such file\b", later)
     assert last == f"2 names in {tmp_path}" and name == f"{tmp_path}/{ROLLING.format(20)}"
     text = " ".join(" ".join(details).split())
     assert "elapsed_s 4.0" in text and "step 20, rows_consumed 80, " in text
@@ -207,13 +207,13 @@ def test_no_line_of_the_table_is_longer_than_the_terminal(listed_folder, columns
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
-    with pytest.raises(UserError, match=f"^no checkpoints in {tmp_path}; give another folder$"):
+    with pytest.raises(UserError, match=f"^[^/]* {tmp_path}; [^/]*$"):
         next(checkpoint_table(tmp_path))
     for step, name in enumerate(("empty", "older", "newer")):
         (tmp_path / name).mkdir()
         if step:
             write_checkpoint(tmp_path / name, step, "latest.pt")
-    with pytest.raises(UserError, match=f"; give another folder, such as {tmp_path}/newer$"):
+    with pytest.raises(UserError, match=f" {tmp_path}; .* {tmp_path}/newer$"):
         next(checkpoint_table(tmp_path))
 
 
@@ -254,9 +254,8 @@ def test_a_folder_in_which_all_files_are_damaged_is_refused(tmp_path, which, how
     for name in there:
         write_checkpoint(tmp_path, 10, name)
         damage(tmp_path / name, how)
-    with pytest.raises(UserError, match=f"^{tmp_path}: all checkpoints are corrupt: ") as refused:
+    with refusal(f"{tmp_path}: ", *(f"{tmp_path}/{name}" for name in there)):
         find_checkpoint(which, tmp_path)
-    assert all(name in str(refused.value) for name in there)
 
 
 def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):
@@ -280,10 +279,10 @@ def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, caps
     damage(tmp_path / ROLLING.format(30), "one bit")
     _, found = open_checkpoint("average:3", tmp_path)
     assert torch.equal(found["model"]["wte.weight"], mean(10, 20, 40))
-    assert "rolling_step_000030.pt: corrupt" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"average:4: found 3 intact rolling checkpoints .*, expected 4; "):
+    assert "rolling_step_000030.pt: " in capsys.readouterr().err
+    with pytest.raises(UserError, match=rf"(?i)^average:4: .* 3 .* {tmp_path}, .* 4; "):
         open_checkpoint("average:4", tmp_path)
-    with pytest.raises(UserError, match="found 0 intact"):
+    with pytest.raises(UserError, match=f"(?i)^average:4: .* 0 .* {tmp_path}/elsewhere, .* 4; "):
         open_checkpoint("average:4", tmp_path / "elsewhere")
 
 
@@ -310,9 +309,9 @@ def test_a_file_whose_reads_fail_is_not_corrupt_and_is_not_skipped(tmp_path, inj
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):
         with pytest.raises(Unreadable) as raised:
             find_checkpoint(which, tmp_path)
-        assert str(raised.value).startswith(f"{tmp_path}/latest.pt: cannot be read ({os.strerror(number)}); ")
+        assert re.match(rf"{tmp_path}/latest.pt: .* \({os.strerror(number)}\); ", str(raised.value))
     _, latest, backup, *_ = checkpoint_table(tmp_path, verbose=True)
-    assert f"cannot be read ({os.strerror(number)})" in latest and "corrupt" not in latest
+    assert f" ({os.strerror(number)})" in latest and "corrupt" not in latest
     assert backup.endswith("intact")
 
 
@@ -320,7 +319,7 @@ def test_a_folder_in_the_place_of_a_checkpoint_is_not_skipped(tmp_path):
     (tmp_path / "latest.pt").mkdir()
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
     for read in (verified, lambda path: find_checkpoint("latest", path.parent)):
-        with pytest.raises(UserError, match=r"latest.pt: cannot be read \(Is a directory\)"):
+        with pytest.raises(UserError, match=r"latest.pt: .* \(Is a directory\)"):
             read(tmp_path / "latest.pt")
 
 
@@ -335,22 +334,19 @@ def state(kind: str, value: torch.Tensor | float) -> dict:
     return {"optimizer": {"weight": {kind: value}}}
 
 
-INFINITE, GAPS = "has a NaN or an infinite number", "is not a tensor of fp32 numbers without gaps"
-
-
 @pytest.mark.parametrize(("change", "problem"), [
-    (weight(float("nan")), f"weight {INFINITE}"),
-    (weight(float("inf")), f"weight {INFINITE}"),
-    (weight(-float("inf")), f"weight {INFINITE}"),
-    (state("exp_avg_sq", float("nan")), f"weight.exp_avg_sq {INFINITE}"),
-    (state("exp_avg_sq", float("inf")), f"weight.exp_avg_sq {INFINITE}"),
-    (state("exp_avg_sq", -1.0), "weight.exp_avg_sq has a negative number"),
-    (state("step", torch.tensor(-1.0)), "weight.step has a negative number"),
-    (state("exp_avg", torch.zeros(1000, device="meta")), f"weight.exp_avg {GAPS}"),
-    (state("exp_avg", torch.zeros(1).expand(1000)), f"weight.exp_avg {GAPS}"),
-    ({"model": {"weight": [1.0]}}, "Expected `Tensor`, got `list` - at `$.model[...]`"),
-    ({"optimizer": 3}, "Expected `object`, got `int` - at `$.optimizer`"),
-    ({"optimizer": {"weight": torch.zeros(3)}}, "'Tensor' object has no attribute 'keys'"),
+    (weight(float("nan")), r"\(weight .*\bNaN\b"),
+    (weight(float("inf")), r"\(weight .*\bNaN\b"),
+    (weight(-float("inf")), r"\(weight .*\bNaN\b"),
+    (state("exp_avg_sq", float("nan")), r"\(weight\.exp_avg_sq .*\bNaN\b"),
+    (state("exp_avg_sq", float("inf")), r"\(weight\.exp_avg_sq .*\bNaN\b"),
+    (state("exp_avg_sq", -1.0), r"\(weight\.exp_avg_sq .*\b(?i:negative)\b"),
+    (state("step", torch.tensor(-1.0)), r"\(weight\.step .*\b(?i:negative)\b"),
+    (state("exp_avg", torch.zeros(1000, device="meta")), r"\(weight\.exp_avg .*\bfp32\b"),
+    (state("exp_avg", torch.zeros(1).expand(1000)), r"\(weight\.exp_avg .*\bfp32\b"),
+    ({"model": {"weight": [1.0]}}, r"`Tensor`.*`list`.*`\$\.model\[\.\.\.\]`"),
+    ({"optimizer": 3}, r"`object`.*`int`.*`\$\.optimizer`"),
+    ({"optimizer": {"weight": torch.zeros(3)}}, "'Tensor' .* 'keys'"),
 ])  # fmt: skip
 def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, problem):
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
@@ -358,8 +354,7 @@ def test_a_file_with_tensors_that_no_run_has_is_skipped(tmp_path, change, proble
     chosen = find_checkpoint("latest", tmp_path)
     [(path, line)] = chosen.damaged.items()
     assert (chosen.checkpoint["step"], path) == (20, tmp_path / "latest.pt")
-    is_corrupt = not problem.startswith(("Expected", "'Tensor'"))
-    assert line.startswith(f"{path}, step 30: {f'corrupt ({problem})' if is_corrupt else problem}")
+    assert re.match(f"{path}, step 30: .*{problem}", line)
 
 
 @pytest.mark.parametrize("rows", [0, 119, 121, 240])
@@ -368,7 +363,7 @@ def test_a_file_whose_rows_do_not_follow_from_its_steps_is_skipped(tmp_path, row
     write_checkpoint(tmp_path, 30, "latest.pt", rows_consumed=rows)
     chosen = find_checkpoint("latest", tmp_path)
     assert chosen.checkpoint["step"] == 20
-    assert f"rows_consumed is {rows}, expected 120" in chosen.damaged[tmp_path / "latest.pt"]
+    assert re.search(rf"\brows_consumed .*\b{rows}\b.*\b120\b", chosen.damaged[tmp_path / "latest.pt"])
 
 
 @pytest.mark.parametrize(("part", "option"), [
@@ -380,8 +375,7 @@ def test_a_checkpoint_of_other_code_is_refused_and_not_skipped(tmp_path, part, o
     write_checkpoint(tmp_path, 20, "latest_backup.pt")
     write_checkpoint(tmp_path, 30, "latest.pt", **{part: run_content(30)[part] | option})
     for which in ("latest", "auto", str(tmp_path / "latest.pt")):
-        refused = f"latest.pt: .*{next(iter(option))}.*or the version of SteadyGPT that wrote it"
-        with pytest.raises(OtherVersion, match=refused):
+        with refusal("latest.pt: ", next(iter(option)), kind=OtherVersion):
             find_checkpoint(which, tmp_path)
 
 
@@ -390,8 +384,7 @@ class RunsCode:
         return open, ("code-was-run", "w")
 
 
-NOT_OURS = "not a checkpoint of SteadyGPT; convert_hf.py reads those of nanoGPT and Hugging Face"
-NO_ZIP, CODE = "corrupt (File is not a zip file)", "a pickle of Python objects"
+NOT_OURS, NO_ZIP, CODE = r"\bconvert_hf\.py\b", r"\(File is not a zip file\)", r"(?i:\bpickle\b)"
 RUN = run_content(4)
 
 
@@ -400,13 +393,13 @@ RUN = run_content(4)
     ("lightning.pt", {"state_dict": RUN["model"], "epoch": 1}, NOT_OURS),
     ("weights.pt", RUN["model"], NOT_OURS),
     ("nanogpt.pt", {"model": RUN["model"], "model_args": {"n_layer": 2}}, NOT_OURS),
-    ("newer.pt", RUN | {"format_version": 99}, "format_version is 99; expected 6; take another checkpoint, or the"),
-    ("older.pt", RUN | {"format_version": 2}, "format_version is 2; expected 6; take another checkpoint, or the"),
+    ("newer.pt", RUN | {"format_version": 99}, r"format_version .*\b99\b.*\b6\b"),
+    ("older.pt", RUN | {"format_version": 2}, r"format_version .*\b2\b.*\b6\b"),
     ("code.pt", RUN | {"scaler": RunsCode()}, CODE),
     ("zipped.pt", RunsCode(), CODE),
     ("pickle.pt", pickle.dumps(RunsCode()), NO_ZIP),
-    ("llm.c.bin", np.array([20240326, 3], np.int32).tobytes(), "weights of llm.c; export them there: python dev/"),
-    ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", "weights without their shape; give their folder"),
+    ("llm.c.bin", np.array([20240326, 3], np.int32).tobytes(), r"\bllm\.c\b.*: python dev/"),
+    ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", r"(?i:\bshape\b)"),
 ])  # fmt: skip
 def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, monkeypatch, file, content, problem):
     monkeypatch.chdir(tmp_path)
@@ -414,7 +407,7 @@ def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, 
         Path(file).write_bytes(content)
     else:
         torch.save(content, file)
-    with pytest.raises(UserError, match=f"^{re.escape(f'{file}: {problem}')}"):
+    with pytest.raises(UserError, match=f"^{re.escape(file)}: .*{problem}"):
         find_checkpoint(file, tmp_path)
     assert names(tmp_path) == [file]
 
@@ -424,7 +417,7 @@ def test_table_runs_no_code_of_a_file(tmp_path):
         archive.writestr("archive/data.pkl", f"cos\nmkdir\n(S'{tmp_path}/made'\ntR.")
         archive.writestr("archive/version", "3")
     _, line, _ = checkpoint_table(tmp_path)
-    assert f"  {CODE}" in line
+    assert re.search(CODE, line)
     assert names(tmp_path) == ["latest.pt"]
 
 
@@ -443,18 +436,18 @@ def fitting(optimizer: str) -> tuple[dict, GPT, dict]:
 
 
 @pytest.mark.parametrize(("optimizer", "kind", "change", "found"), [
-    ("adamw", "exp_avg", lambda t: t[:, 1:], r"\(64, 15\) torch.float32; expected \(64, 16\) torch.float32"),
-    ("adamw", "exp_avg_sq", lambda t: t.flatten(), r"\(1024,\) torch.float32; expected \(64, 16\)"),
-    ("adamw", "exp_avg", lambda t: t.double(), r"\(64, 16\) torch.float64; expected \(64, 16\) torch.float32"),
-    ("adamw", "step", lambda t: torch.zeros(2), r"\(2,\) torch.float32; expected \(\) torch.float32"),
-    ("adamw", "exp_avg", None, r"missing; expected \(64, 16\)"),
-    ("adamw", "max_exp_avg_sq", torch.zeros(3), r"\(3,\) torch.float32; expected no such tensor"),
-    ("muon", "momentum_buffer", lambda t: t.T, r"\(16, 64\) torch.float32; expected \(64, 16\)"),
-    ("muon", "mean_squares", lambda t: t[1:], r"\(63,\) torch.float32; expected \(64,\)"),
-    ("muon", "exp_avg", torch.zeros(64, 16), r"\(64, 16\) torch.float32; expected no such tensor"),
-    ("adamw", "", lambda t: t.to(torch.int8), r"\(64, 16\) torch.int8; expected \(64, 16\) torch.float32"),
-    ("adamw", "", lambda t: t.bfloat16(), r"\(64, 16\) torch.bfloat16; expected \(64, 16\) torch.float32"),
-    ("adamw", "", lambda t: t.to(torch.complex64), r"\(64, 16\) torch.complex64; expected \(64, 16\) torch.float32"),
+    ("adamw", "exp_avg", lambda t: t[:, 1:], r"\(64, 15\) torch.float32\b.* \(64, 16\) torch.float32"),
+    ("adamw", "exp_avg_sq", lambda t: t.flatten(), r"\(1024,\) torch.float32\b.* \(64, 16\)"),
+    ("adamw", "exp_avg", lambda t: t.double(), r"\(64, 16\) torch.float64\b.* \(64, 16\) torch.float32"),
+    ("adamw", "step", lambda t: torch.zeros(2), r"\(2,\) torch.float32\b.* \(\) torch.float32"),
+    ("adamw", "exp_avg", None, r"\(64, 16\) torch.float32\b[^(]*$"),
+    ("adamw", "max_exp_avg_sq", torch.zeros(3), r"\(3,\) torch.float32\b[^(]*$"),
+    ("muon", "momentum_buffer", lambda t: t.T, r"\(16, 64\) torch.float32\b.* \(64, 16\)"),
+    ("muon", "mean_squares", lambda t: t[1:], r"\(63,\) torch.float32\b.* \(64,\)"),
+    ("muon", "exp_avg", torch.zeros(64, 16), r"\(64, 16\) torch.float32\b[^(]*$"),
+    ("adamw", "", lambda t: t.to(torch.int8), r"\(64, 16\) torch.int8\b.* \(64, 16\) torch.float32"),
+    ("adamw", "", lambda t: t.bfloat16(), r"\(64, 16\) torch.bfloat16\b.* \(64, 16\) torch.float32"),
+    ("adamw", "", lambda t: t.to(torch.complex64), r"\(64, 16\) torch.complex64\b.* \(64, 16\) torch.float32"),
 ])  # fmt: skip
 def test_tensors_must_have_the_shapes_and_the_dtype_of_the_model_and_of_the_optimizer(optimizer, kind, change, found):
     checkpoint, model, kept = fitting(optimizer)
@@ -464,7 +457,7 @@ def test_tensors_must_have_the_shapes_and_the_dtype_of_the_model_and_of_the_opti
     if change is not None:
         tensors[key] = change if whole is None else change(whole)
     name = re.escape(f"{MATRIX}.{kind}".rstrip("."))
-    with pytest.raises(UserError, match=f"^latest.pt: {name} is {found}.*. Try another"):
+    with pytest.raises(UserError, match=f"^latest.pt: {name} [^(]*{found}"):
         check_tensors(checkpoint, "latest.pt", model, kept)
 
 

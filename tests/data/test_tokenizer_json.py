@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import sys
 import unicodedata
 from functools import cache
@@ -128,7 +129,7 @@ def test_only_special_tokens_can_begin_documents():
     content["added_tokens"][0]["special"] = False
     ours = loaded(json.dumps(content))
     assert ours.encode(f"a{END_OF_TEXT}") == [97, 300]
-    with pytest.raises(UserError, match=r"no special token '<\|endoftext\|>'; found none; add one"):
+    with pytest.raises(UserError, match=r"'<\|endoftext\|>'.*\badded_tokens\b"):
         _ = ours.document_id
 
 
@@ -411,24 +412,24 @@ def test_other_kinds_are_encoded_by_the_library_and_have_no_bytes(name):
 
 
 @pytest.mark.parametrize(("text", "problem"), [
-    ("{", "not a tokenizer.json that the library tokenizers reads"),
-    ("[]", "not a tokenizer.json"),
-    ("[" * 100_000, "not a tokenizer.json"),
-    ('{"model": 3}', "not a tokenizer.json"),
-    (changed(version="9"), "not a tokenizer.json that the library tokenizers reads (Unknown tokenizer version '9'"),
-    (byte_tokenizer({"<x>": 2**24}), "the largest id is 16,777,216; expected less than 16,777,216"),
+    ("{", r"\(EOF while parsing"),
+    ("[]", r"\(invalid type: sequence"),
+    ("[" * 100_000, r"\(invalid type: sequence"),
+    ('{"model": 3}', r"\(data did not match"),
+    (changed(version="9"), r"\(Unknown tokenizer version '9'"),
+    (byte_tokenizer({"<x>": 2**24}), r"\b16,777,216\b.*\b16,777,216\b"),
 ])  # fmt: skip
 def test_a_broken_file_is_refused_in_one_line(text, problem):
     with pytest.raises(UserError) as raised:
         loaded(text)
     message = str(raised.value)
-    assert message.startswith(f"x.json: {problem}")
+    assert re.match(rf"x\.json: .*{problem}", message)
     assert "\n" not in message and len(message) < 700
 
 
 def test_a_text_that_the_library_cannot_encode_is_refused_in_one_line():
     ours = loaded(Tokenizer(models.Unigram([("a", -1.0)], None)).to_str())
-    with pytest.raises(UserError, match=r"x.json: the library tokenizers cannot encode a text with it \(.*unk_id"):
+    with pytest.raises(UserError, match=r"^x\.json: .*\(.*unk_id"):
         ours.encode("b")
 
 
@@ -441,7 +442,7 @@ def test_without_the_library_only_a_recorded_byte_level_bpe_is_loaded(monkeypatc
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert load_tokenizer(record).encode(TEXT) == ids
     for needs_it in (slow, dataclasses.replace(record, tokenizer_sha256="")):
-        with pytest.raises(UserError, match=r"x.json: needs the library tokenizers\. Try: pip install tokenizers"):
+        with pytest.raises(UserError, match=r"(?i)^x\.json: .*: pip install tokenizers\b"):
             load_tokenizer(needs_it)
 
 

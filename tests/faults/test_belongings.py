@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_read_is_not_called_empty(workdir, monkeypatch):
     assert run_here(*folders("run"), "--max_steps", "3") == 0
     monkeypatch.setattr(Path, "iterdir", denied)  # the superuser, who may run tests, is never denied
     for flags in (("--resume", "latest"), ("--resume", "auto"), ("--list_checkpoints",), ()):
-        with pytest.raises(UserError, match=r"^run: cannot be read \(Permission denied\)"):
+        with pytest.raises(UserError, match=r"^run: .*\(Permission denied\)"):
             run_here(*folders("run"), *flags)
 
 
@@ -160,8 +160,7 @@ def test_a_shard_that_is_overwritten_ends_the_run_with_its_name(workdir, ids, fo
     flags = (*folders("run"), "--tokenizer", "bytes", "--max_steps", "2000", "--num_epochs", "9999")
     with acting_here(partial(do_in_step, 3, overwrite)), pytest.raises(UserError) as error:
         run_here(*flags, "--checkpoint_freq", "1", "--keep_checkpoints", "1")
-    assert str(error.value).startswith(f"{path}: changed while the run reads it")
-    assert "--resume latest" in str(error.value)
+    assert re.match(rf"(?i){re.escape(str(path))}: .*--resume latest\b", str(error.value))
     assert status_of("run")["status"] == "failed"
 
 
@@ -189,7 +188,7 @@ def test_a_resume_reads_a_shard_again_if_its_date_has_changed(workdir, date):
     if date == "same":  # nothing tells of it without reading everything at each launch
         assert run_here(*folders("run"), "--resume", "latest") == 0
         return
-    with pytest.raises(UserError, match=rf"^{path}: SHA-256 .* the file is damaged"):
+    with pytest.raises(UserError, match=rf"^{path}: SHA-256 "):
         run_here(*folders("run"), "--resume", "latest")
 
 
@@ -263,9 +262,9 @@ def test_after_a_failed_save_a_worse_model_than_that_one_is_the_best_on_the_disk
 
 def test_best_is_asked_for_before_the_first_validation(workdir):
     assert run_here(*folders("run"), "--max_steps", "3") == 0
-    with pytest.raises(UserError, match=r"best_model\.pt: not there: the run had no validation yet"):
+    with pytest.raises(UserError, match=r"(?i)^run/best_model\.pt: .*\blatest\b"):
         run_here(*folders("run"), "--eval_only", "--resume", "best", "--eval_freq", "1")
-    with pytest.raises(UserError, match=r"stable\.pt: not there: --schedule wsd saves it"):
+    with pytest.raises(UserError, match=r"^run/stable\.pt: .*--schedule wsd\b"):
         run_here(*folders("run"), "--resume", "stable")
 
 

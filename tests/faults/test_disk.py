@@ -129,7 +129,7 @@ def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
     fill_disk()
     before = files()
     message = refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
-    no_room = r"14\d kB needed for a checkpoint, 0 bytes free; nothing was changed"
+    no_room = r"^error: run: 14\d kB .*\b0 bytes .*--checkpoint_dir\b"
     assert re.search(no_room if resume else "No space left on device", message), message
     assert files() == before
     free_space()

@@ -40,7 +40,7 @@ def test_training_continues_without_samples_and_hellaswag(failing_network):
     flags = ("--eval_freq", "4", "--hellaswag_freq", "4", "--sample_freq", "4", *folders("run"))
     text = run_to_end(*flags, faults=[failing_network])
     assert text.count("warning: ") == 1
-    assert "warning: no samples, HellaSwag or bits per byte in this run: the vocabulary of 'r50k_base' could" in text
+    assert re.search("^warning: no samples, HellaSwag or bits per byte in this run: .*'r50k_base'", text, re.M)
     assert re.search(r"^step 8/8 \| val loss \d+\.\d{4}( \(best so far\))?$", text, re.M)
     assert "finished after 8 steps" in text
     assert load("run/latest.pt")["step"] == 8
@@ -51,8 +51,7 @@ def test_training_continues_without_hellaswag(failing_network):
     text = run_to_end(*flags, ranks=2, faults=[failing_network])
     assert text.count("warning: ") == 1  # not at each step
     assert text.count("sample:") == 2
-    assert "warning: no HellaSwag in this run: hf:Rowan/hellaswag: no answer (" in text
-    assert "--hellaswag_file FILE names a file with the examples" in text
+    assert re.search(r"^warning: .*HellaSwag.*: hf:Rowan/hellaswag: .*\(.*--hellaswag_file FILE\b", text, re.M)
     assert "finished after 8 steps" in text
 
 
@@ -66,9 +65,9 @@ def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
 
 @pytest.mark.parametrize(("program", "flags", "words"), [
     pytest.param("prepare_dataset", "--source text.txt --tokenizer r50k_base",
-                 r"'r50k_base' could not be .*--tokenizer bytes", marks=pytest.mark.storm),
-    ("prepare_dataset", "--source hf:some/corpus --tokenizer bytes", r"hf:some/corpus: no answer \(.*then run this"),
-    pytest.param("train", "--init_from gpt2 --data_dir data", "gpt2.*network", marks=pytest.mark.storm),
+                 r"'r50k_base' .*(?i:--tokenizer bytes)", marks=pytest.mark.storm),
+    ("prepare_dataset", "--source hf:some/corpus --tokenizer bytes", r"hf:some/corpus: .*\(\w+Error: "),
+    pytest.param("train", "--init_from gpt2 --data_dir data", r"\bgpt2\b.*\(\w+Error\b", marks=pytest.mark.storm),
 ])  # fmt: skip
 def test_commands_that_need_a_download_are_refused(program, flags, words, failing_network):
     Path("text.txt").write_text("some text")

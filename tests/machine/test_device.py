@@ -124,7 +124,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error_unless_it_is_hidden(tmp_path, mon
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("auto", "cuda"):
-        with pytest.raises(UserError, match=r"cannot use a GPU here: .*12020\); install .* or train with --device cpu"):
+        with pytest.raises(UserError, match=r"(?i)\bGPU\b.*12020\); .*--device cpu\b"):
             device.choose_device(name)
     assert device.choose_device("cpu").type == "cpu"
     for value in ("", "-1", "NoDevFiles"):
@@ -138,13 +138,13 @@ def test_a_missing_compiler_or_header_is_an_error_before_training(tmp_path, monk
     host.check_compiler("cpu")
     host.check_compiler("cuda")
     monkeypatch.setattr(host.sysconfig, "get_config_var", lambda _: str(tmp_path))
-    with pytest.raises(UserError, match=rf"found no {tmp_path}/Python.h .*--compile off"):
+    with pytest.raises(UserError, match=rf" {tmp_path}/Python\.h .*--compile off\b"):
         host.check_compiler("cuda")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="found no gcc or clang: install it, or train without"):
+    with pytest.raises(UserError, match=r"\bgcc\b.*\bclang\b.*--compile off\b"):
         host.check_compiler("cuda")
     monkeypatch.setenv("CXX", "ccache g++")
-    with pytest.raises(UserError, match="found no ccache"):
+    with pytest.raises(UserError, match=r"\bccache\b.*--compile off\b"):
         host.check_compiler("cpu")
 
 
@@ -192,7 +192,7 @@ def test_more_processes_than_gpus_are_reported_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for rank, kind in ((2, RankError), (3, UserError)):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        with pytest.raises(UserError, match="start torchrun with --nproc_per_node=2") as raised:
+        with pytest.raises(UserError, match=r"\btorchrun\b.*--nproc_per_node=2\b") as raised:
             device.choose_device("auto")
         assert type(raised.value) is kind
 

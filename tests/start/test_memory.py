@@ -121,7 +121,7 @@ def test_out_of_memory_is_one_line_with_flags_to_try(workdir, monkeypatch):
     with pytest.raises(UserError) as raised, acting_here(partial(do_in_step, 4, run_out)):
         run_here("--checkpoint_dir", "a", "--checkpoint_freq", "2")
     message = str(raised.value)
-    assert re.match(r"out of memory on rank 0: .*about [\d.]+ [kM]B .*600 kB of the 1 MB of cpu", message)
+    assert re.search(r"(?i)\brank 0: 2 .*\b16 .* [\d.]+ [kM]B .*\b600 kB .*\b1 MB .*\bcpu\b", message)
     assert re.search(
         r"--mini_batch_size 1, --activation_checkpointing, --loss_chunk_size 8, --sharding fsdp, .* --resume latest",
         message,
@@ -162,9 +162,9 @@ def test_the_memory_of_the_rank_that_has_least_decides(workdir, monkeypatch):
 
 
 def test_no_number_fits_or_splits_a_step():
-    with pytest.raises(UserError, match="--mini_batch_size auto: 1 row of 16 tokens: about"):
+    with pytest.raises(UserError, match=r"(?i)^--mini_batch_size auto: 1 .*\b16\b.*--activation_checkpointing\b"):
         with_fitting_rows(AUTO, 1000, Ranks(CPU))
-    with pytest.raises(UserError, match=r"192; expected a multiple of .* = 80 tokens, such as 240"):
+    with pytest.raises(UserError, match=r"\b192; .*\b80\b.*\b240\b"):
         with_fitting_rows(AUTO, 10**9, Ranks(CPU, world_size=5))
 
 
