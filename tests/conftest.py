@@ -69,6 +69,13 @@ def pytest_addoption(parser) -> None:
 
 
 @pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working directory: empty, and of this test alone."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
 def one_thread():
     """Start each test with one thread: an earlier test, or a plugin that imports torch first, may have left more."""
     torch.set_num_threads(1)
@@ -157,11 +164,10 @@ def inject():
 
 
 @pytest.fixture
-def workdir(tmp_path, monkeypatch) -> Path:
-    """An empty working directory with data/ in it."""
-    monkeypatch.chdir(tmp_path)
-    write_data(tmp_path / "data")
-    return tmp_path
+def workdir(folder) -> Path:
+    """The working directory, with data/ in it."""
+    write_data(folder / "data")
+    return folder
 
 
 @pytest.fixture

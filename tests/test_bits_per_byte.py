@@ -15,11 +15,6 @@ from steadygpt.data.tokenizer import get_tokenizer
 TEXTS = ["The sky above the port", "was the colour of television, tuned to a dead channel: é, 你好.", "end"] * 9
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def run_on(tokens: list[int], tokenizer: str):
     """Return a run with initial weights whose validation shard has these tokens, without a manifest."""
     for split in ("train", "val"):

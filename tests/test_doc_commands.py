@@ -76,12 +76,11 @@ COMMANDS = [(page.name, command) for page in PAGES for command in dict.fromkeys(
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_command_of_a_page_is_accepted(page, command, tmp_path, monkeypatch):
+def test_command_of_a_page_is_accepted(page, command, tmp_path):
     """The TOML files that a page shows exist."""
     (tmp_path / "mine.toml").touch()
     for name, values in TOML.findall(page_text(page)):
         (tmp_path / (name or "mine.toml")).write_text(values)
-    monkeypatch.chdir(tmp_path)
     for placeholder, value in PLACEHOLDERS.items():
         command = re.sub(placeholder, value, command)
     if " -m " in command:

@@ -147,17 +147,17 @@ def tiny() -> GPT:
 
 
 @pytest.fixture
-def folder(tmp_path):
+def saved(folder) -> None:
+    """Checkpoints of one model in the working directory."""
     model = tiny()
     torch.nn.init.normal_(model.wte.weight[:128], std=1.0)  # ASCII, because all other bytes decode to one character
     checkpoint = weights_content(model.state_dict(), model.config, step=3)
     for name in ("latest.pt", "latest_backup.pt", "best_model.pt", "rolling_step_000003.pt"):
-        torch.save(checkpoint, tmp_path / name)
-    return tmp_path
+        torch.save(checkpoint, folder / name)
 
 
 @pytest.fixture
-def texts(folder, monkeypatch, capsys):
+def texts(folder, saved, monkeypatch, capsys):
     """Return a function that runs the command and returns its stdout; it must print this warning, or none."""
 
     def texts(*argv: str, warning: str = "") -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
-from conftest import run_here, write_data
+from conftest import REPO, run_here, write_data
 
 import dataloader
 from dataloader import Order, RowStream
@@ -35,7 +35,7 @@ def test_a_process_raises_its_limit_of_open_files():
     code = "import resource; import steadygpt.data.shards; "
     code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     done = subprocess.run(
-        ["bash", "-c", f"ulimit -Sn 100; {sys.executable} -c '{code}'"], capture_output=True, text=True
+        ["bash", "-c", f"ulimit -Sn 100; {sys.executable} -c '{code}'"], capture_output=True, text=True, cwd=REPO
     )
     soft, hard = map(int, done.stdout.split())
     assert soft == min(hard, 2**16)

@@ -248,17 +248,15 @@ def test_a_stop_ends_the_evaluation_and_leaves_the_model_in_training(model):
 
 
 @pytest.fixture
-def folder(model, tmp_path, monkeypatch):
-    """A folder with hs.jsonl, a bundle and a checkpoint."""
+def scored(model, folder) -> None:
+    """The working directory, with hs.jsonl, a bundle and a checkpoint."""
     rows = [{"ctx": row.answers[0][0], "endings": [text for _, text in row.answers], "label": row.label}
             for row in hellaswag().rows]  # fmt: skip
-    (tmp_path / "hs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_bundle(tmp_path / "bundle", rows=12)
+    (folder / "hs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_bundle(folder / "bundle", rows=12)
     checkpoint = weights_content(model.state_dict(), model.config, step=7)
     for name in ("latest.pt", "latest_backup.pt"):
-        torch.save(checkpoint, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        torch.save(checkpoint, folder / name)
 
 
 def command(capsys, *argv: str) -> str:
@@ -270,13 +268,13 @@ def command(capsys, *argv: str) -> str:
 
 
 @pytest.mark.parametrize(("argv", "count"), [([], 24), (["latest"], 24), (["--limit", "5"], 5)])
-def test_the_command_scores_a_checkpoint_on_hellaswag(folder, capsys, model, argv, count):
+def test_the_command_scores_a_checkpoint_on_hellaswag(scored, capsys, model, argv, count):
     acc, acc_norm = (np.mean(right[:count]) for right in plain_right(model, questions_of(hellaswag())))
     out = command(capsys, "--hellaswag_file", "hs.jsonl", *argv)
     assert out.endswith(f"latest.pt at step 7: HellaSwag acc {acc:.4f} acc_norm {acc_norm:.4f} ({count} examples)\n")
 
 
-def test_core_is_the_mean_of_accuracies_centred_on_chance(folder, capsys, model):
+def test_core_is_the_mean_of_accuracies_centred_on_chance(scored, capsys, model):
     tasks, centred = load_core("bundle"), []
     first, title, *lines = command(capsys, "--tasks", "core", "--core_dir", "bundle").splitlines()
     assert title.split() == ["task", "accuracy", "chance", "centred", "examples", "cut"]

@@ -47,9 +47,8 @@ def write(folder: Path, has_manifest: bool = True, **splits: list[list[int]]) ->
 
 
 @pytest.fixture
-def look(tmp_path, monkeypatch, capsys):
+def look(capsys):
     """Return a function that runs the command and returns its lines on stdout."""
-    monkeypatch.chdir(tmp_path)
 
     def look(*argv: str) -> list[str]:
         assert main([*argv]) == 0

@@ -133,7 +133,6 @@ def copied(tmp_path, monkeypatch) -> Path:
     write_interpreter(tmp_path / "nvidia-smi", "*) echo GPU 0: a card")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHON", str(python))
-    monkeypatch.chdir(tmp_path)
     return tmp_path / "repo"
 
 

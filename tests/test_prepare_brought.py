@@ -26,12 +26,6 @@ TEXTS = [f"{number} {'word ' * (number % 7)}\u00e9" for number in range(40)]
 ROWS = [json.dumps({"text": text}) for text in TEXTS]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def write_arrow(path: str, table: pyarrow.Table, writer=pyarrow.ipc.new_stream, rows=7) -> None:
     with pyarrow.OSFile(str(path), "wb") as file, writer(file, table.schema) as written:
         written.write_table(table, max_chunksize=rows)

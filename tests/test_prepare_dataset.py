@@ -40,11 +40,8 @@ TEXTS = ["one", "the second one", "third " * 30, "fourth\n", f"5 {END_OF_TEXT}"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """The working directory, with docs.jsonl."""
-    monkeypatch.chdir(tmp_path)
+def docs(folder) -> None:
     write_rows("docs.jsonl", TEXTS)
-    return tmp_path
 
 
 def write(files: dict[str, str | bytes]) -> None:

@@ -22,9 +22,8 @@ BAD = np.array([*range(200), 257, 3])
 
 
 @pytest.fixture
-def inputs(standin, tmp_path, monkeypatch):
+def inputs(standin, monkeypatch):
     """One of each input, in the working directory and on the Hub."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 1000)
     for folder in ("empty", "ids", "both", "foreign", "own"):
         Path(folder).mkdir()
@@ -168,8 +167,7 @@ ZSTD = pyarrow.compress(ROW * 9999, "zstd", asbytes=True)
     ("a.npy", IDS.astype("<u2").tobytes(), (".npy", "train.bin", "val.bin")),
     ("a.npy", npy(np.zeros(5, [("id", "<i4"), ("weight", "<f4")])), ("('weight', '<f4')", "(5,)")),
 ])  # fmt: skip
-def test_an_unusable_file_is_named(name, content, facts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_unusable_file_is_named(name, content, facts, tmp_path):
     Path(name).write_bytes(content)
     refused(f"--source {name}", name, *facts)
     assert not list(tmp_path.rglob("out/*.npy"))

@@ -50,9 +50,8 @@ SOURCES = {
 
 
 @pytest.fixture
-def sources(standin, tmp_path, monkeypatch) -> None:
+def sources(standin, monkeypatch) -> None:
     """All sources, in the working directory and on the Hub."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
     for folder in ("mixed", "late", "damaged", f"bytes/{BYTES_FOLDER}"):
         os.makedirs(folder)
@@ -145,9 +144,8 @@ def known_corpus(folder: Path) -> None:
 @pytest.mark.parametrize(("tokenizer", "workers", "digest"), [
     ("gpt2", 1, "60214ce9ae516753"), ("gpt2", 4, "60214ce9ae516753"), ("bytes", 2, "56c4e78b4ee87862"),
 ])  # fmt: skip
-def test_the_documents_of_a_known_corpus_have_known_ids(tokenizer, workers, digest, tmp_path, monkeypatch):
+def test_the_documents_of_a_known_corpus_have_known_ids(tokenizer, workers, digest):
     """The digests are of the ids that commit 90030995 gave, whose preparation was written another way."""
-    monkeypatch.chdir(tmp_path)
     known_corpus(Path("corpus"))
     prepare("corpus", "out", f"--val_share 0 --tokenizer {tokenizer} --num_workers {workers}")
     ids = np.array(ids_of())

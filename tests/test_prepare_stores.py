@@ -51,9 +51,8 @@ async def no_pause(seconds: float) -> None:
 
 
 @pytest.fixture
-def hub(standin, tmp_path, monkeypatch) -> Server:
+def hub(standin, monkeypatch) -> Server:
     """The Hub with a data set, and an empty working directory."""
-    monkeypatch.chdir(tmp_path)
     small_blocks(monkeypatch)
     standin.put(CORPUS, HUB_FILES)
     return standin
@@ -77,9 +76,8 @@ def fill(store: Server, monkeypatch) -> Server:
 
 
 @pytest.fixture
-def bucket(store, tmp_path, monkeypatch) -> Server:
+def bucket(store, monkeypatch) -> Server:
     """A bucket with token ids, and an empty working directory."""
-    monkeypatch.chdir(tmp_path)
     return fill(store, monkeypatch)
 
 
@@ -192,8 +190,7 @@ def test_a_preparation_of_one_large_row_group_continues_within_it(hub):
     assert files_of("out") == files_of("whole")
 
 
-def test_a_file_of_a_web_server_is_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_a_web_server_is_read(tmp_path):
     text = "some words " * 500
     (tmp_path / "x.txt").write_text(text)
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
@@ -268,8 +265,7 @@ def test_a_hub_that_is_gone_is_waited_for_or_told(hub, local_shards, capsys, mon
 # object stores
 
 
-def test_text_in_a_bucket_is_tokenized(store, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_text_in_a_bucket_is_tokenized(store):
     store.put("text/a.jsonl", b'{"text": "first"}\n{"text": "second"}\n{"text": "third"}\n')
     store.put("text/.hidden/b.jsonl", b"{}")
     store.put("text/image.png", b"image")

@@ -45,11 +45,8 @@ SHORT = ("--max_steps", "1", "--warmup_steps", "0")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """The working directory, with docs.jsonl."""
-    monkeypatch.chdir(tmp_path)
+def docs(folder) -> None:
     write_rows("docs.jsonl", TEXTS)
-    return tmp_path
 
 
 def chosen_texts(source, limit: int) -> list[str]:

@@ -32,13 +32,10 @@ CROSSING = Tokenizer(
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """The working directory."""
-    monkeypatch.chdir(tmp_path)
+def crossing(monkeypatch) -> None:
     monkeypatch.setattr("steadygpt.data.tokenizer.get_tokenizer", tokenizer_of)
     monkeypatch.setattr("prepare_dataset.check_known", lambda name: None)
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
-    return tmp_path
 
 
 def tokenizer_of(name: str) -> Tokenizer:

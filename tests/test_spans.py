@@ -209,8 +209,7 @@ WAITS = [
 
 
 @pytest.mark.parametrize(("begin", "seconds"), [pytest.param(*row, id=span) for span, *row in OPTIONS + WAITS])
-def test_a_span_has_passed_after_its_seconds_and_not_before(clock, tmp_path, monkeypatch, begin, seconds):
-    monkeypatch.chdir(tmp_path)
+def test_a_span_has_passed_after_its_seconds_and_not_before(clock, begin, seconds):
     passed = begin(clock)
     begun_s = clock.now_s
     for share, expected in ((0.1, False), (0.95, False), (1.05, True)):

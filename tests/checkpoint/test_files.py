@@ -401,8 +401,7 @@ RUN = run_content(4)
     ("llm.c.bin", np.array([20240326, 3], np.int32).tobytes(), r"\bllm\.c\b.*: python dev/"),
     ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", r"(?i:\bshape\b)"),
 ])  # fmt: skip
-def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, monkeypatch, file, content, problem):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_another_program_is_refused_and_its_code_is_not_run(tmp_path, file, content, problem):
     if isinstance(content, bytes):
         Path(file).write_bytes(content)
     else:

@@ -30,12 +30,6 @@ tokenizers = pytest.importorskip("tokenizers")
 STEPS = "--context_length 16 --total_batch_size 64 --mini_batch_size 4 --max_steps 2 --warmup_steps 1 --eval_freq 0"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def llama(folder: str, vocab_size: int, **changes) -> None:
     reference_model("llama", vocab_size, 16, num_layers=2, num_heads=2, embd_size=16).save_pretrained(folder)
     stored = json.loads(Path(folder, "config.json").read_text())

@@ -67,9 +67,8 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def reference(whole, tmp_path, monkeypatch) -> None:
+def reference(whole) -> None:
     """The data set on the Hub, and its shards in the folder "reference"."""
-    monkeypatch.chdir(tmp_path)
     HUB.clear()
     HUB.put(CORPUS, corpus())
     Path("reference").symlink_to(whole)
@@ -77,9 +76,8 @@ def reference(whole, tmp_path, monkeypatch) -> None:
 
 
 @pytest.fixture
-def texts(tmp_path, monkeypatch) -> Path:
+def texts() -> Path:
     """1 MB of text with examples of unusable input, in the folder "texts"."""
-    monkeypatch.chdir(tmp_path)
     folder, words = Path("texts"), random.Random(0)
     folder.mkdir()
     rows = [json.dumps({"text": f"{n} {words.random()} " * words.randrange(60)}).encode() for n in range(900)]
@@ -240,8 +238,7 @@ def memory_for(flags: str, out: str) -> int:
 
 
 @storm
-def test_memory_does_not_grow_with_the_length_of_a_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_memory_does_not_grow_with_the_length_of_a_line():
     peaks = []
     for megabytes in (16, 1000):
         with open("line.txt", "wb") as file:

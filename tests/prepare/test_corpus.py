@@ -35,12 +35,6 @@ from steadygpt.prepare.source_files import local_files
 TEXTS = [f"{number} {'word ' * (number % 7)}\u00e9\nline" for number in range(60)]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 

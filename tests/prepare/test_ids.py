@@ -22,11 +22,9 @@ VAL = "--val_share 0"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """The working directory, with the tokenizer.json of a vocabulary that needs uint32."""
-    monkeypatch.chdir(tmp_path)
+def large(folder) -> None:
+    """The tokenizer.json of a vocabulary that needs uint32."""
     Path("large.json").write_text(byte_tokenizer({END_OF_TEXT: 200_000}))
-    return tmp_path
 
 
 @pytest.mark.parametrize(("name", "content"), [

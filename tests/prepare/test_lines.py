@@ -14,8 +14,7 @@ from steadygpt.prepare import lines
     ("a.csv.xz", b"x", ["a.csv.xz", "LZMAError"]),
     ("a.jsonl", b'{"text": 1}\n{"text": }\n', ["a.jsonl", "line 2"]),
 ])  # fmt: skip
-def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch, name, content, facts):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_converted_is_named(tmp_path, name, content, facts):
     if content is not None:
         Path(name).write_bytes(content)
     before = sorted(tmp_path.iterdir())

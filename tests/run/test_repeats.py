@@ -122,8 +122,7 @@ def compared(*lines: dict) -> tuple[list[int], str]:
 OTHER_COURSE = "their records do not descend from this checkpoint"
 
 
-def test_records_are_compared_up_to_the_first_one_of_another_start_or_course(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_records_are_compared_up_to_the_first_one_of_another_start_or_course():
     rest = steps(4, 6)
     assert compared() == ([], "")
     assert compared(*rest, {"step": 5, "time": 3.5, "cpu_percent": 3.0}) == ([4, 5], "")
@@ -134,8 +133,7 @@ def test_records_are_compared_up_to_the_first_one_of_another_start_or_course(tmp
     assert compared(start(4, "B", "other"), *steps(4, 5)) == ([], OTHER_COURSE)
 
 
-def test_starts_that_logged_nothing_and_abandoned_ones_stand_between(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_starts_that_logged_nothing_and_abandoned_ones_stand_between():
     rest = steps(4, 6)
     assert compared(*rest, start(4, "B", "A"), start(5, "C", "B"), *steps(5, 6)) == ([4, 5], "")
     # One that went back to step 2 of the checkpoint's start, and ended before step 4.

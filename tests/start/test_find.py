@@ -77,9 +77,8 @@ def test_an_option_that_is_settled_at_each_launch_is_stored_as_it_was_asked():
     assert changes == []
 
 
-def test_a_flag_of_the_first_start_still_overrides_the_preset(tmp_path, monkeypatch):
+def test_a_flag_of_the_first_start_still_overrides_the_preset():
     """The preset names one folder of data; the first command mixed two."""
-    monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('data_dir = "one"\n')
     before = stored(parse_args(["--config", "mine.toml", "--mix", "one,two"])[0])
     config, changes = resumed(before, *parse_args(["--config", "mine.toml", "--resume"]))

@@ -115,8 +115,7 @@ def test_dry_run_counts_the_steps_that_are_left_and_writes_nothing(workdir, caps
     assert sorted(workdir.rglob("*")) == before
 
 
-def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, capsys):
     assert train.main(["--config", "gpt2-1b", "--precision", "bf16", "--dry_run"]) == 0
     plan = capsys.readouterr().out
     assert "no shards in data/edu_fineweb10B yet; planned with the vocabulary of --tokenizer gpt2\n" in plan
@@ -130,9 +129,8 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(tmp_path, monkeypatch, capsys):
+def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(capsys):
     """The command of docs/models.md, on a fresh clone."""
-    monkeypatch.chdir(tmp_path)
     assert train.main("--config gpt2-xl --context_length 2048 --precision bf16 --dry_run".split()) == 0
     plan = capsys.readouterr().out
     assert "planned with the vocabulary of --tokenizer gpt2 and 18,795 steps per epoch\n" in plan
@@ -197,9 +195,8 @@ def test_plan_says_if_memory_is_short(workdir, monkeypatch, capsys, available):
 
 @pytest.mark.pages
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
-def test_evaluations_of_a_preset_cost_at_most_3_percent(preset, tmp_path, monkeypatch, capsys):
+def test_evaluations_of_a_preset_cost_at_most_3_percent(preset, monkeypatch, capsys):
     """Of training on one process, on FineWeb-Edu where the preset does not say how long it trains."""
-    monkeypatch.chdir(tmp_path)
     # Most of the time of a plan.
     monkeypatch.setattr("steadygpt.start.memory.estimate_memory", lambda *_: ({}, {}))
     train.main(["--config", preset, *"--device cpu --precision bf16 --steps_per_epoch 18795 --dry_run".split()])
