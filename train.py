@@ -146,7 +146,6 @@ def train_and_save(run: Run) -> tuple[str, str]:
         reason = str(diverged)
         run.log.warn(diverged.advice(config))
     if not is_saved(run):  # waits for the save in flight
-        run.saved = None
         save_if_due(run, True)
     if not is_saved(run):
         status = "failed"

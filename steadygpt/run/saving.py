@@ -38,7 +38,7 @@ def save_if_due(run: Run, is_due: bool) -> None:
         names = run.ranks.broadcast(run.writer.missing(names) if run.writer else names)
     if run.is_best:
         names.append(BEST)
-    if (is_due or names) and run.saved != (state.step, state.scores):
+    if is_due or names:
         save(run, names)
 
 
