@@ -24,6 +24,7 @@ from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.typed import Count, FileName, read_json, typed
 
+TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".csv")  # suffixes of what someone may take for shards
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
 SAMPLED = 64  # shards whose content machines compare, by samples
@@ -316,7 +317,7 @@ class ShardSet:
         if not files:
             folder = shlex.quote(str(data_dir))
             arguments = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {folder}"
-            if data_dir.is_file() or (data_dir.is_dir() and any(data_dir.iterdir())):  # perhaps of text
+            if data_dir.suffix in TEXTS or any(path.suffix in TEXTS for path in data_dir.glob("*")):
                 arguments = f" --source {folder}"
             stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
             no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""

@@ -164,7 +164,8 @@ def state_of(snapshot: Snapshot) -> State:
     is_here = host == socket.gethostname()
     folder = shlex.quote(str(snapshot.folder))
     where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
-    resume = f"./resume_training.sh{where}" if snapshot.saved_at is not None else ""
+    mirror = f" --mirror {shlex.quote(status['mirror'])}" if status.get("mirror") else ""
+    resume = f"./resume_training.sh{where}{mirror}" if snapshot.saved_at is not None else ""
     name = status.get("status", "unknown")
     if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is that of an earlier launch
         return State("running", f"process {snapshot.owner} has locked the folder and does not train yet")

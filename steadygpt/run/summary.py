@@ -76,7 +76,8 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
         processes = run.ranks.world_size
         is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(processes)
         count = f"NPROC={processes} " if processes > 1 and is_one_machine else ""
-        lines["next"] = f"{count}./resume_training.sh{flag}"
+        mirror = f" --mirror {shlex.quote(config.mirror)}" if config.mirror else ""
+        lines["next"] = f"{count}./resume_training.sh{flag}{mirror}"
 
     end = f"{status} ({reason})" if reason else status
     end += f" after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"

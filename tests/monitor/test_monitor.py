@@ -117,7 +117,7 @@ def test_state_names_the_reason_and_the_next_command():
     assert state_of(snapshot_of(age_s=99)) == ("hung", why, "kill -9 42")
     assert state_of(snapshot_of({"host": "elsewhere"}, "", 99)).command == ""  # it cannot be killed from here
     ended = {"status": "stopped", "reason": "SIGTERM"}
-    command = "./resume_training.sh --checkpoint_dir 'my run'"
+    command = "./resume_training.sh --checkpoint_dir 'my run' --mirror s3://bucket/run"
     assert state_of(snapshot_of(ended, "", folder="my run")) == ("stopped", "SIGTERM", command)
     assert state_of(snapshot_of(ended, "", saved_at=None)).command == ""  # there is nothing to resume
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 
+import monitor_training
 import pytest
 import torch
 from conftest import in_ranks, run_here
@@ -66,6 +67,14 @@ def stop_one_of_two() -> int:
 def test_the_next_command_resumes_on_as_many_processes(workdir):
     in_ranks(2, stop_one_of_two)
     assert summary(workdir)["next"] == "NPROC=2 ./resume_training.sh"
+
+
+def test_the_next_command_keeps_the_mirror_as_the_monitors_does(workdir, url, capsys):
+    assert run_here("--max_hours", "1e-9", "--mirror", url) == 0
+    assert summary(workdir)["next"] == f"./resume_training.sh --mirror {url}"
+    capsys.readouterr()
+    monitor_training.main(["--once"])
+    assert f"./resume_training.sh --mirror {url}"[:80] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["step", "model"])
