@@ -199,6 +199,17 @@ def test_skipped_rows_are_counted_and_named(capsys):
     assert "3 documents, 5 rows skipped, 201 invalid characters replaced" in captured.out
 
 
+@pytest.mark.parametrize(("bad", "is_converted"), [
+    ('{"text": "a" b}', False), ('{"text": "a", }', False), ('{"text": "a"} {"text": "b"}', True), ('{"text":', True),
+])  # fmt: skip
+def test_only_rows_that_are_not_one_a_line_are_left_to_the_converter(bad, is_converted, capsys):
+    write({"in/a.jsonl": "\n".join([*['{"text": "x"}'] * 9, bad, ""])})
+    assert prepare("in")["skipped"] == 1
+    said = capsys.readouterr().err
+    assert "a.jsonl, byte 126: " in said
+    assert ("steadygpt.prepare.lines" in said) == is_converted
+
+
 def test_a_first_line_without_text_is_skipped_in_later_files():
     write({"in/0.jsonl": '{"text": "a"}\n{"text": "b"}\n', "in/1.jsonl": '{"meta": 1}\n{"text": "b"}\n'})
     assert prepare("in")["skipped"] == 1
