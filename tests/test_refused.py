@@ -274,7 +274,7 @@ SHARDS: list[tuple] = [
     ("train --eval_freq 9", "the longest shard of its split; found 0 tokens", foreign("train.bin", b"")),
     ("train --tokenizer gpt7", "unknown tokenizer 'gpt7'; did you mean gpt2? expected bpe:N, ..., or one of bytes, ",
      MANIFEST.unlink),
-    ("look none", "no train shards in none (...); prepare some with 'python prepare_dataset.py --source ... --out none"),
+    ("look none", "no train shards in none (...); prepare some with 'python prepare_dataset.py ... --out none'"),
     ("look a.txt", "no train shards in a.txt (...); prepare some with 'python prepare_dataset.py --source a.txt'",
      file("a.txt", b"text")),
     ("look data", "no train shards in data (...); prepare some with 'python prepare_dataset.py --source data'",
