@@ -156,10 +156,12 @@ def test_saves_by_the_clock_are_uploaded_at_most_every_ten_minutes(saver_in, mon
     saver.save(5)
     assert saver.uploaded()["latest.pt"] == 5
     saver.save(6)
-    (saver.folder / "log.txt").write_text("the last lines")
     saver.uploads.start(is_last=True)
     assert saver.uploaded()["latest.pt"] == 6
-    assert files(saver.folder.with_name("there"), "log.txt") == ["log.txt"]  # after the checkpoint
+    (saver.folder / "log.txt").write_text("lines after the last checkpoint")
+    saver.uploads.start(is_last=True)
+    saver.uploaded()
+    assert files(saver.folder.with_name("there"), "log.txt") == ["log.txt"]
 
 
 def test_uploads_that_fall_behind_begin_with_the_newest_and_hold_up_no_save(saver_in, monkeypatch):
