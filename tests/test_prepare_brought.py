@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -78,12 +77,6 @@ def test_one_bad_row_does_not_end_the_command(bad, place):
     Path("a.jsonl").write_text("\n".join([*ROWS[:place], bad, *ROWS[place:]]) + "\n")
     manifest = prepare("a.jsonl")
     assert manifest["documents"] + manifest["skipped"] in (len(ROWS), len(ROWS) + 1)
-
-
-def test_a_window_that_is_too_large_is_explained():
-    Path("a.txt").write_bytes(b"".join(b"%d word" % number for number in range(10**6)) * 15)
-    subprocess.run(["zstd", "-q", "--long=28", "a.txt"], check=True)
-    refused("--source a.txt.zst", "a.txt.zst", "128 MB", "zstd -d --long=31 -c a.txt.zst")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
