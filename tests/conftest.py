@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from stores import gcs, s3, store  # noqa: F401 (fixtures)
 HUB = StandIn()
 os.environ["OMP_NUM_THREADS"] = "1"  # set before torch reads it: threads only slow down models this small
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,8 @@ from steadygpt.base.durable import sha256_of
 from steadygpt.base.options import UserError
 from steadygpt.data.shards import Shard
 
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 # TensorBoard reads the files of one second in the order of their names, in which 10 comes before 9. Only tests start
 # and resume a run in one process and second.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
@@ -89,6 +93,7 @@ def nothing_mapped():
 
 
 def pytest_configure(config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
     cache = tempfile.TemporaryDirectory(prefix="hub-cache-")
     config.add_cleanup(cache.cleanup)
     # Set before huggingface_hub reads them.

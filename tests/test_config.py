@@ -199,7 +199,7 @@ sizes = st.integers(1, 64)
 
 
 @given(sizes, sizes, sizes, sizes, st.just(0) | sizes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rows_split_a_step_evenly_or_the_suggested_sizes_do(ranks, rows, context, rows_of_step, rest):
     unit = ranks * context
     total = unit * rows_of_step + rest

@@ -143,7 +143,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, tmp_path):
     write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=encoding.n_vocab), name), tmp_path / "out")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.text() | st.text(alphabet=" \n\t\r'sdtlvre1 2.!\u00a0\u2003é漢"))
     def check(text):
         text = text.replace(END_OF_TEXT, "")

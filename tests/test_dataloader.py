@@ -59,7 +59,7 @@ contexts, seeds, switches = st.integers(1, 7), st.integers(0, 2**31), st.boolean
 
 
 @given(st.integers(1, 2000), st.integers(1, 2**52), seeds, st.integers(0, 2**52))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_permute_is_a_permutation(n, huge, seed, start):
     assert sorted(permute(np.arange(n), n, key_of(seed, start))) == list(range(n))
     elements = np.unique((start + np.arange(200)) % huge)
@@ -82,7 +82,7 @@ def test_permute_draws_every_order_equally_often(n):
 
 
 @given(shard_sizes, contexts, seeds, switches, switches, st.integers(0, 3))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_shards, shuffle_rows, epoch):
     rows = stream(*sizes, context=context, seed=seed, shuffle_shards=shuffle_shards, shuffle_rows=shuffle_rows)
     n = rows.rows_per_epoch
@@ -96,7 +96,7 @@ def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_
 
 
 @given(shard_sizes, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 200))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_step_has_the_same_micro_batches_on_any_number_of_ranks(sizes, ranks, batch, in_turn, steps, start):
     rows = stream(*sizes, shuffle_shards=True, shuffle_rows=True)
     with mock.patch.object(dataloader, "READ_TOKENS", 32):  # so that steps cross the limits of what is read at a time
@@ -112,7 +112,7 @@ def test_a_step_has_the_same_micro_batches_on_any_number_of_ranks(sizes, ranks, 
 
 
 @given(shard_sizes, seeds, st.integers(0, 10**12), st.integers(1, 50))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count):
     rows = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
     one_by_one = [rows.read(start + i, 1)[0].tolist() for i in range(count)]
@@ -120,7 +120,7 @@ def test_rows_read_together_equal_rows_read_one_by_one(sizes, seed, start, count
 
 
 @given(shard_sizes, seeds, st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 9)), min_size=2, max_size=9))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rows_do_not_depend_on_what_was_read_before(sizes, seed, reads):
     """A stream keeps the block that it found last; other reads go on, jump ahead or go back."""
     used = stream(*sizes, seed=seed, shuffle_shards=True, shuffle_rows=True)
@@ -130,7 +130,7 @@ def test_rows_do_not_depend_on_what_was_read_before(sizes, seed, reads):
 
 
 @given(shard_sizes, contexts, st.integers(1, 40), st.integers(0, 30))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_part_of_the_rows_is_spread_over_all_of_them(sizes, context, count, start):
     rows = stream(*sizes, context=context)
     count = min(count, rows.rows_per_epoch)
@@ -192,7 +192,7 @@ def test_shards_and_rows_are_shuffled_independently():
 
 
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=300), st.sampled_from(["<u2", "<u4"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_npy_shards_are_written_as_by_numpy_and_read_back(tmp_path_factory, tokens, dtype):
     path, expected = tmp_path_factory.mktemp("shards") / "a_train_000000.npy", io.BytesIO()
     write_shard(path, np.array(tokens, dtype))

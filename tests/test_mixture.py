@@ -90,7 +90,7 @@ def test_a_source_without_a_row_in_a_block_and_a_repeated_one_are_refused():
 
 
 @given(weights, st.lists(st.integers(1, 900), min_size=1, max_size=8), rows)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_rows_do_not_depend_on_how_many_are_read_at_once(parts, counts, start):
     mixture, at_once = mixture_of(shares_by_name(parts)), mixture_of(shares_by_name(parts))
     expected, position, found = inputs_of(at_once, start, sum(counts)), start, []
@@ -101,7 +101,7 @@ def test_rows_do_not_depend_on_how_many_are_read_at_once(parts, counts, start):
 
 
 @given(weights)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_each_source_gives_its_own_stream_whatever_the_others(parts):
     shares = shares_by_name(parts)
     found = np.array(inputs_of(mixture_of(shares), 0, 2 * BLOCK_ROWS))
@@ -138,7 +138,7 @@ def test_the_order_never_changes():
 
 
 @given(st.lists(st.tuples(weights, st.integers(0, 6000)), min_size=2, max_size=4))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_a_change_at_any_row_leaves_each_source_a_prefix_of_its_own_stream(phases):
     phase, row, found = None, 0, []
     for parts, count in phases:

@@ -80,7 +80,7 @@ def states_on_a_terminal(columns: int, desc: str, total: int | None) -> list[str
     return [state for state in text.decode().replace("\n", "").split("\r") if state]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     columns=st.sampled_from([0]) | st.integers(40, 200),
     desc=st.text("abc ", min_size=1, max_size=60),

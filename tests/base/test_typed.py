@@ -92,7 +92,7 @@ GOOD = {"name": "x", "places": [["a", 1]], "losses": {"1": 0.5}, "scale": 1}
 
 
 @given(st.sampled_from(list(GOOD)), VALUES, st.integers(0, 400))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_content_fits_or_is_refused_in_one_line(key, value, zeros):
     for found in (value, GOOD | {key: value}, GOOD | {key: 10**zeros}):
         try:

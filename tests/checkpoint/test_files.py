@@ -191,7 +191,7 @@ def listed_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(columns=st.integers(40, 200), verbose=st.booleans())
 def test_no_line_of_the_table_is_longer_than_the_terminal(listed_folder, columns, verbose):
     out = io.StringIO()

@@ -70,7 +70,7 @@ def llama_qwen3_and_nanochat(draw) -> GPTConfig:
     return GPTConfig(vocab_size=257, **shape)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=gpt2_and_gpt_neox() | llama_qwen3_and_nanochat(), seed=st.integers(0, 2**32))
 def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path, config, seed):
     for folder in ("out", "theirs"):

@@ -61,7 +61,7 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "step 3/10 | loss 2.5\n"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(columns=st.integers(40, 200), max_steps=st.integers(1, 10**6), numbers=st.lists(st.floats(1, 9e3), max_size=7))
 def test_a_step_fits_the_terminal_and_log_txt_has_all_of_it(tmp_path, columns, max_steps, numbers):
     names = ("loss", "lr", "grad_norm", "step_ms", "tokens_per_second", "mfu", "cost")

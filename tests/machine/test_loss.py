@@ -87,7 +87,7 @@ def test_losses_and_gradients_equal_those_without_padding(way, dtype, scale, off
     seed=st.integers(0, 2**32), is_mean=st.booleans(),
 )  # fmt: skip
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.generate],  # a smaller example would take minutes in the interpreter
 )  # fmt: skip
 def test_gradients_of_a_linear_layer_are_those_of_its_losses(

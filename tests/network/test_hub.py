@@ -70,7 +70,7 @@ def test_a_hub_that_is_gone_is_waited_for_for_25_minutes(repo, standin, clock, c
     assert retry.PATIENCE_S <= clock[0] - start_s < retry.PATIENCE_S + 2 * retry.LONGEST_PAUSE_S
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     reads=st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2_000_000)), max_size=8),
     drops=st.lists(st.integers(0, 200_000), max_size=4),

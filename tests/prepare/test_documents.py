@@ -74,7 +74,7 @@ def blocks_of(num_bytes: int) -> Iterator[pytest.MonkeyPatch]:
 @given(
     st.lists(st.text("ab \n\té你", min_size=1, max_size=60), min_size=1, max_size=40), st.sampled_from([24, 64, 10_000])
 )
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_blocks_hold_every_document_wherever_reading_begins(kind, tmp_path, texts, num_bytes):
     halves = [texts[: len(texts) // 2], texts[len(texts) // 2 :]]
     expected = [["".join(half)] for half in halves if "".join(half)] if kind == "txt" else halves
@@ -110,7 +110,7 @@ TEXT = st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=300).map(str.e
 
 
 @given(TEXT | st.binary(max_size=300) | st.lists(TEXT | st.just(b"\x80" * 50)).map(b"".join), st.integers(8, 40))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
     path = Path(tmp_path, "a.txt")
     path.write_bytes(data)
@@ -125,7 +125,7 @@ def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
 
 
 @given(st.text(st.sampled_from("ab \n'é你\u3000𝄞"), max_size=3000), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pieces_of_a_document_are_short_and_whole(text, piece_bytes):
     pieces = list(cut_document(text, piece_bytes))
     assert "".join(piece for piece, _ in pieces) == text

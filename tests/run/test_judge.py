@@ -23,7 +23,7 @@ def judged(loss: float, recent_losses: list[float], loss_scale: float | None = N
     )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.floats(1, 10, width=32))
 def test_loss_z_counts_standard_deviations_above_the_mean(seed, loss):
     random = Random(seed)

@@ -37,7 +37,7 @@ def judged(run: SimpleNamespace, loss: float) -> StepResult:
     return judge(run.config, state.recent_losses, state.step, lr=1e-3, loss_scale=None, loss=loss, grad_norm=1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.booleans(), max_size=12), st.integers(0, 4), st.integers(0, 3), st.integers(1, 5))
 def test_a_run_diverges_at_max_bad_steps_and_goes_back_to_the_first_of_them(good, max_bad_steps, bad_steps, rows):
     config = TrainConfig(context_length=16, total_batch_size=16 * rows, max_steps=99, max_bad_steps=max_bad_steps)

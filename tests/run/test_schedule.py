@@ -53,7 +53,7 @@ def test_each_epoch_names_the_first_step_that_has_seen_all_of_it(rows_per_epoch,
         assert names_of_save(config, rows_per_epoch, step, rows) == names
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([*SCHEDULES]), st.floats(0, 1), st.integers(0, 20), st.sampled_from(["steps", "epochs"]),
     st.integers(1, 40), st.floats(0.1, 3),
