@@ -296,8 +296,8 @@ class TrainConfig(GPTConfig):
         if self.total_batch_size % tokens_per_row:
             such_as = f"{(self.total_batch_size // tokens_per_row + 1) * tokens_per_row:,}"
             expected = f"a multiple of --context_length x processes = {tokens_per_row:,} tokens, such as {such_as}"
-            fitting = math.gcd(self.total_batch_size // self.context_length, world_size)
             if self.total_batch_size % self.context_length == 0:
+                fitting = math.gcd(self.total_batch_size // self.context_length, world_size)
                 expected += f", or another number of processes, such as {fitting}"
             raise OptionError("total_batch_size", f"{self.total_batch_size:,}", expected)
         rows = self.total_batch_size // tokens_per_row

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import HUB, TINY, folders, load, run_here, write_shard
-from harness import Run, refusal
+from harness import Run, error_line
 
 from steadygpt.base import retry
 from steadygpt.base.durable import lock_folder
@@ -427,14 +427,14 @@ def test_checkpoints_that_do_not_fit_and_changes_on_resume_are_refused(refuses, 
     (f"--checkpoint_dir {'x' * 300}", "File name too long; expected", 1),
 ])  # fmt: skip
 def test_a_process_ends_with_one_line_whatever_kind_of_error_it_is(place, flags, said, ranks):
-    assert said in refusal(*flags.split(), ranks=ranks)
+    assert said in error_line(*flags.split(), ranks=ranks)
 
 
 @pytest.mark.storm
 def test_shards_changed_since_the_checkpoint_are_refused_on_all_ranks(place):
     changed("train")()
     before = contents()
-    line = refusal(*shlex.split(f"{OF_RUN} --resume --max_steps 12 --tokenizer bytes"), ranks=2)
+    line = error_line(*shlex.split(f"{OF_RUN} --resume --max_steps 12 --tokenizer bytes"), ranks=2)
     assert re.search(r"the training data is data 100.0% \(data, SHA-256 \w+\.\.\.\), but the checkpoint", line)
     assert {path: content for path, content in contents().items() if path in before} == before
 

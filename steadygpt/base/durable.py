@@ -57,7 +57,7 @@ def write_temporary(
                 fsync(file.fileno())
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # gzip's errors have no errno
             error.filename = str(temporary)
         raise
     return temporary

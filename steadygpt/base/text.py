@@ -1,8 +1,9 @@
-"""Times, sizes and counts in words; imports no PyTorch, so that the monitor starts at once."""
+"""Times, sizes, counts and flags in words; imports no PyTorch, so that the monitor starts at once."""
 
 import codecs
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
@@ -96,3 +97,13 @@ def some(texts: Sequence[str], noun: str, most: int = 8) -> list[str]:
 def labelled(label: str, text: str) -> str:
     """Return a line of the plan or the summary: every text begins in the same column."""
     return f"{label:<13}{text}"
+
+
+def run_flags(folder: str, mirror: str = "") -> str:
+    """Return the flags that name a run's folder and mirror in a command, each after a space; defaults are left out."""
+    flags = ""
+    if folder != "checkpoints":
+        flags += f" --checkpoint_dir {shlex.quote(folder)}"
+    if mirror:
+        flags += f" --mirror {shlex.quote(mirror)}"
+    return flags

@@ -301,8 +301,8 @@ def get_tokenizer(name: str) -> Tokenizer:
 def check_known(name: str) -> None:
     """Raise a UserError if a name is neither one of a tokenizer nor that of a file."""
     names = ["bytes", *tiktoken.list_encoding_names()]
-    is_other = name.startswith(("bpe:", "hf:")) or name.endswith((".json", SENTENCE_PIECE)) or IDS_ONLY.fullmatch(name)
-    if not (is_other or name in names):
+    record = TokenizerRecord(name)
+    if not (record.is_file or record.is_number or name.endswith(SENTENCE_PIECE) or name in names):
         hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name.lower(), names, n=1))
         raise UserError(
             f"unknown tokenizer {name!r}; {hint}expected bpe:N, ids:N, hf:NAME[@REVISION], the path of a "

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import socket
 import time
 from bisect import bisect_left
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from steadygpt.base.durable import lock_owner
 from steadygpt.base.options import UserError
-from steadygpt.base.text import counted, duration_text
+from steadygpt.base.text import counted, duration_text, run_flags
 from steadygpt.base.typed import read_json
 from steadygpt.log.metrics import METRICS, STATUS, Status, read_status
 
@@ -162,10 +161,12 @@ def state_of(snapshot: Snapshot) -> State:
     pid = status.get("pid")
     host = status.get("host", socket.gethostname())
     is_here = host == socket.gethostname()
-    folder = shlex.quote(str(snapshot.folder))
-    where = "" if folder == "checkpoints" else f" --checkpoint_dir {folder}"
-    mirror = f" --mirror {shlex.quote(status['mirror'])}" if status.get("mirror") else ""
-    resume = f"./resume_training.sh{where}{mirror}" if snapshot.saved_at is not None else ""
+    where = run_flags(str(snapshot.folder))
+    resume = (
+        f"./resume_training.sh{run_flags(str(snapshot.folder), status.get('mirror', ''))}"
+        if snapshot.saved_at is not None
+        else ""
+    )
     name = status.get("status", "unknown")
     if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is that of an earlier launch
         return State("running", f"process {snapshot.owner} has locked the folder and does not train yet")

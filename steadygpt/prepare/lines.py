@@ -132,7 +132,7 @@ def convert(path: Path, separator: str = "") -> Path:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give that of the table or text") from None
     except (OSError, ValueError, EOFError, csv.Error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", "") or f"{type(error).__name__}: {error.args[0] if error.args else ''}"
+        reason = getattr(error, "strerror", "") or f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: cannot be converted ({reason})") from error
     if target == path:
         path.rename(path.with_name(f"{path.name}{ORIGINAL}"))

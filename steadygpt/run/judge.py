@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from steadygpt.base.text import counted
+from steadygpt.base.text import counted, run_flags
 from steadygpt.config import TrainConfig
 
 SPIKE_WINDOW = 128  # earlier losses, with which a spike is compared
@@ -87,9 +87,7 @@ class Diverged(Exception):
         flags = f"--allow_changes --max_lr {max_lr:g} --min_lr {min(config.min_lr, max_lr):g}"
         if config.precision != "fp32":
             flags += " or --precision fp32"
-        folder = ""
-        if config.checkpoint_dir != "checkpoints":
-            folder = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}"
+        folder = run_flags(config.checkpoint_dir)
         return (
             f"stopping after {self}, with the weights of step {self.step}, before them. Resume with "
             f"--resume latest{folder} {flags}, or skip these tokens with a larger --max_bad_steps. If the next steps "

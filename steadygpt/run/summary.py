@@ -1,11 +1,9 @@
 """A run in words: the result of a validation, and the summary at the end."""
 
-import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
+from steadygpt.base.text import bytes_text, counted, duration_text, labelled, run_flags, some
 from steadygpt.checkpoint.files import BEST, LATEST
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -62,9 +60,7 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
         lines["skipped"] = f"{counted(meter.skipped, 'update')}{since}; a warning in log.txt tells why"
 
     folder = Path(config.checkpoint_dir)
-    flag = ""
-    if config.checkpoint_dir != "checkpoints":
-        flag = f" --checkpoint_dir {shlex.quote(config.checkpoint_dir)}"
+    flag = run_flags(config.checkpoint_dir)
     if not folder.exists():
         lines["next"] = f"nothing to resume in {folder}; if it was moved: --resume latest --checkpoint_dir NEW_FOLDER"
     elif not (folder / LATEST).exists():
@@ -74,10 +70,8 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
         lines["next"] = f"python generate.py {which}{flag}, or python convert_hf.py {which} hf_model{flag}"
     elif status == "stopped":
         processes = run.ranks.world_size
-        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(processes)
-        count = f"NPROC={processes} " if processes > 1 and is_one_machine else ""
-        mirror = f" --mirror {shlex.quote(config.mirror)}" if config.mirror else ""
-        lines["next"] = f"{count}./resume_training.sh{flag}{mirror}"
+        count = f"NPROC={processes} " if processes > 1 and run.ranks.is_one_machine else ""
+        lines["next"] = f"{count}./resume_training.sh{run_flags(config.checkpoint_dir, config.mirror)}"
 
     end = f"{status} ({reason})" if reason else status
     end += f" after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"

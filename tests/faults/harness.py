@@ -170,7 +170,7 @@ def run_to_end(*flags: str, **options) -> str:
     return run.text()
 
 
-def refusal(*flags: str, **options) -> str:
+def error_line(*flags: str, **options) -> str:
     """Run a command that must exit with status 2 and one error line before its first step; return that line."""
     run = Run(*flags, **options)
     assert set(run.wait()) == {2}, run.text()

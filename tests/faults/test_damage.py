@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import command, environment, folders, load, run_here
 from ground import around_step
-from harness import Run, assert_equals_reference, continue_here, refusal, run_to_end
+from harness import Run, assert_equals_reference, continue_here, error_line, run_to_end
 from injected import fail_reads, signal_at
 from test_files import damage
 
@@ -101,7 +101,7 @@ def test_resume_is_refused_if_all_files_are_damaged(copied_run, ranks):
     for file in folder.glob("*.pt"):
         damage(file, "one bit")
     before = content(name)
-    message = refusal(*FLAGS, *folders(name), "--resume", "latest", ranks=ranks)
+    message = error_line(*FLAGS, *folders(name), "--resume", "latest", ranks=ranks)
     assert message.startswith(f"error: {folder}: ")
     assert all(file in message for file in ORDER)
     assert content(name) == before
@@ -110,7 +110,7 @@ def test_resume_is_refused_if_all_files_are_damaged(copied_run, ranks):
 def test_a_newest_checkpoint_that_cannot_be_read_is_not_skipped(copied_run):
     name, folder = copied_run
     before, faults = content(name), [partial(fail_reads, "latest.pt", errno.EIO, True)]
-    message = refusal(*FLAGS, *folders(name), "--resume", "latest", ranks=2, faults=faults)
+    message = error_line(*FLAGS, *folders(name), "--resume", "latest", ranks=2, faults=faults)
     assert re.match(rf"error: {re.escape(str(folder))}/latest\.pt: .*\(Input/output error\); ", message)
     assert content(name) == before
     assert run_here(*FLAGS, *folders(name), "--resume", "latest") == 0  # works once the file can be read

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import folders, load, run_here, scalars
 from ground import SCORE_FILES, acting_here, assert_same_state, best_model, evaluations, heads, launch_in, verified
-from harness import Run, refusal, run_to_end
+from harness import Run, error_line, run_to_end
 from injected import do_in_step, fail_save, signal_at
 
 from steadygpt import __version__
@@ -128,7 +128,7 @@ def test_a_start_on_a_full_disk_is_refused(small_disk, resume, ranks):
         run_to_end(*flags, ranks=ranks)
     fill_disk()
     before = files()
-    message = refusal(*flags, *resume, "--max_steps", "60", ranks=ranks)
+    message = error_line(*flags, *resume, "--max_steps", "60", ranks=ranks)
     no_room = r"^error: run: 14\d kB .*\b0 bytes .*--checkpoint_dir\b"
     assert re.search(no_room if resume else "No space left on device", message), message
     assert files() == before

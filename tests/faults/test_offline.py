@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import HUB, TINY, folders, load, write_data
-from harness import refusal, run_to_end
+from harness import error_line, run_to_end
 from injected import no_tokenizer
 
 
@@ -72,4 +72,4 @@ def test_all_ranks_continue_if_one_has_no_tokenizer(workdir, rank):
 def test_commands_that_need_a_download_are_refused(program, flags, words, failing_network):
     Path("text.txt").write_text("some text")
     tiny = TINY if program == "train" else ()
-    assert re.search(words, refusal(*flags.split(), program=program, tiny=tiny, faults=[failing_network]))
+    assert re.search(words, error_line(*flags.split(), program=program, tiny=tiny, faults=[failing_network]))
