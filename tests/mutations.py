@@ -269,7 +269,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # Invented after the last change of the product.
     ("steadygpt/run/summary.py", "run_flags(config.checkpoint_dir, config.mirror)", "run_flags(config.checkpoint_dir)",
      "run/test_summary"),
-    ("steadygpt/monitor/snapshot.py", ", status.get('mirror', ''))", ")", "monitor/test_monitor"),
+    ("steadygpt/monitor/snapshot.py", ', status.get("mirror", ""))', ")", "monitor/test_monitor"),
     ("steadygpt/prepare/documents.py", 'if line.startswith("{") and line.endswith("}") and not', "if False and not",
      "test_prepare_dataset"),
     ("steadygpt/prepare/encode.py", '"byte" if isinstance(block.data, bytes) else "row"', '"row"',

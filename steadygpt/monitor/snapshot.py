@@ -162,11 +162,9 @@ def state_of(snapshot: Snapshot) -> State:
     host = status.get("host", socket.gethostname())
     is_here = host == socket.gethostname()
     where = run_flags(str(snapshot.folder))
-    resume = (
-        f"./resume_training.sh{run_flags(str(snapshot.folder), status.get('mirror', ''))}"
-        if snapshot.saved_at is not None
-        else ""
-    )
+    resume = ""
+    if snapshot.saved_at is not None:
+        resume = "./resume_training.sh" + run_flags(str(snapshot.folder), status.get("mirror", ""))
     name = status.get("status", "unknown")
     if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is that of an earlier launch
         return State("running", f"process {snapshot.owner} has locked the folder and does not train yet")
