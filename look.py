@@ -161,7 +161,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
 
     Returns: the mixture; the range of the step's rows in it; the source and the file of each shard, as text.
     """
-    config = TrainConfig(**checkpoint["options"])
+    config = TrainConfig(**checkpoint["options"], vocab_size=checkpoint["model_config"]["vocab_size"])
     data = checkpoint["data"]
     order = Order.of(config)
     streams = {}  # identity of a source -> its rows

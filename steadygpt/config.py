@@ -164,6 +164,7 @@ class TrainConfig(GPTConfig):
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     num_epochs: int = _optim(5, "passes over the data")
     steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data")
+    tokens_per_parameter: float = _optim(0.0, "length of the run, in place of max_steps; 20 is about compute-optimal")
     max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
     max_bad_steps: int = _optim(5, "stop after this many consecutive NaN or infinite steps; 0 = off")
     spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean; 0 = off")
@@ -224,7 +225,10 @@ class TrainConfig(GPTConfig):
         evaluates = self.eval_freq or self.hellaswag_freq or self.sample_freq
         for is_wrong, problem in (
             (self.min_lr > self.max_lr, f"--min_lr {self.min_lr} is above --max_lr {self.max_lr}"),
-            (not (self.max_steps or self.num_epochs), "--max_steps and --num_epochs are both 0; give one of them"),
+            (
+                not (self.max_steps or self.tokens_per_parameter or self.num_epochs),
+                "--max_steps, --num_epochs and --tokens_per_parameter are all 0; give one of them",
+            ),
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
             # Muon's learning rate follows the same curve.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
@@ -325,7 +329,8 @@ FIELDS = options_of(TrainConfig)
 # The options that checkpoints store: the others belong to one launch, or say where one run writes.
 STORED = [name for name, f in FIELDS.items() if f.metadata["on_resume"] in ("never", "ask", "free")]
 # Two names of one thing: an option replaces the other one of a preset or a checkpoint.
-EXCLUSIVE = {"total_batch_size": "micro_steps", "micro_steps": "total_batch_size", "data_dir": "mix", "mix": "data_dir"}
+EXCLUSIVE = {"total_batch_size": "micro_steps", "data_dir": "mix", "max_steps": "tokens_per_parameter"}
+EXCLUSIVE |= {other: name for name, other in EXCLUSIVE.items()}
 ABOUT = (
     "Train a GPT; on 4 GPUs: torchrun --nproc_per_node=4 train.py. Flags override --config, --flag-name is --flag_name."
 )

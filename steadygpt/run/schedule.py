@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from model import sketch_of
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
 from steadygpt.choices import SCHEDULES
@@ -68,7 +69,11 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -
         step, rows: where the run is now; its batch size may have changed since it began.
     """
     max_steps = config.max_steps or config.num_epochs * config.steps_per_epoch
-    if not max_steps:
+    if config.tokens_per_parameter:
+        parameters = sketch_of(config.shape(config.vocab_size)).num_parameters()
+        tokens_left = config.tokens_per_parameter * parameters - rows * config.context_length
+        max_steps = step + math.ceil(max(0, tokens_left) / config.total_batch_size)
+    elif not max_steps:
         if not rows_per_epoch:
             raise UserError("a mixture of data has no epochs; set the length of the run with --max_steps")
         rows_left = max(0, config.num_epochs * rows_per_epoch - rows)

@@ -63,7 +63,7 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
     lines["steps"] = f"{steps}; warm-up {counted(config.warmup_steps, 'step')}"
 
     tokens = last * config.context_length
-    optimal = f"about {TOKENS_PER_PARAMETER} is compute-optimal (Hoffmann et al. 2022)"
+    optimal = f"--tokens_per_parameter {TOKENS_PER_PARAMETER} is about compute-optimal (Hoffmann et al. 2022)"
     lines["tokens"] = f"{tokens:,}, {tokens / parameters:,.1f} per parameter; {optimal}"
 
     lines["device"] = f"{world_size} x {device_name(ranks.device)}, {config.precision}"
@@ -89,7 +89,7 @@ def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
         folders = " or ".join(folder for folder, _ in config.sources().values())
         name = data.tokenizer_record.tokenizer
         text = f"no shards in {folders} yet; planned with the vocabulary of --tokenizer {name}"
-        if not start.config.max_steps:
+        if config.steps_per_epoch:
             text += f" and {config.steps_per_epoch:,} steps per epoch"
         return [text]
     texts = []

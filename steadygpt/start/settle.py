@@ -67,7 +67,8 @@ def _settle_on_main(start: Start, data: Data, memory: int, ranks: Ranks) -> tupl
         text += f": a step has {counted(config.rows_per_step // world_size, 'row')} on {where}"
         notes.append(labelled("rows", text))
 
-    if not (data.sources or config.mix or config.max_steps or config.steps_per_epoch):
+    has_length = config.max_steps or config.tokens_per_parameter or config.steps_per_epoch
+    if not (data.sources or config.mix or has_length):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
     config = with_steps(config, rows_per_epoch(config, data), start.state.step, start.state.rows_consumed)
     notes += notes_of_rates(config, start, rows_per_epoch(config, data))
@@ -104,7 +105,7 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
         text = f"starts at step {decay_start(config):,}; {STABLE} is saved just before"
         notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
     if start.checkpoint and step >= max(1, config.warmup_steps):
-        stored = TrainConfig(**start.checkpoint["options"])
+        stored = replace(TrainConfig(**start.checkpoint["options"]), vocab_size=config.vocab_size)
         planned = with_steps(stored, rows_per_epoch, step, start.state.rows_consumed)
         before = learning_rate(planned, step)
         now = learning_rate(config, step)

@@ -309,13 +309,12 @@ def zip_of(content: bytes) -> bytes:
 
 ARRAY = json.dumps([{"text": text} for text in TEXTS])
 INDENTED = "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS)
-LARGE = 200_000  # rows of a table of 10 MB
+LARGE = 40_000  # rows of a table of two blocks
 ADVICES = {
     "a.csv": table_of(200, "excel"),
     "a.tsv": table_of(200, "excel-tab"),
     "a.csv.gz": gzip.compress(table_of(200, "excel")),
     "large.csv": table_of(LARGE, "excel"),
-    "large.tsv.gz": gzip.compress(table_of(LARGE, "excel-tab")),
     "a.jsonl.xz": lzma.compress(lines(TEXTS)),
     "a.txt.bz2": bz2.compress("".join(TEXTS).encode()),
     "a.tar.gz": tar_of(lines(TEXTS)),
@@ -369,7 +368,7 @@ def test_each_advice_makes_the_command_succeed(name, is_folder):
         assert text.count("line") == 200 if "sv" in name else text == "".join(TEXTS)
     elif "sv" in name:
         assert text.count("more") == LARGE
-        assert 'line, "quoted"\nand\tmore 199999' in text
+        assert f'line, "quoted"\nand\tmore {LARGE - 1}' in text
 
 
 def test_a_window_of_zstd_that_is_too_large_is_packed_again():

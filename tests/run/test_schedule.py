@@ -4,11 +4,14 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-from conftest import load, run_here
+import torch
+from conftest import TINY, load, run_here
 from ground import launches, run_content, start_from, with_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train
+from model import GPT
 from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
 from steadygpt.run.schedule import learning_rate, names_of_save, with_steps
@@ -66,9 +69,9 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
     rows_per_epoch = 400
     settled = with_steps(config, rows_per_epoch, step=0, rows=0)
     other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
+    checkpoint = with_options(run_content(0), **asdict(config))
     for step in range(0, settled.max_steps + 1, 1 + settled.max_steps // 20):
-        checkpoint = with_options(run_content(step), **asdict(config))
-        start = start_from(config, checkpoint)
+        start = start_from(config, checkpoint | {"step": step, "rows_consumed": 4 * step})
         lines = [line for line in notes_of_rates(settled, start, rows_per_epoch) if line.startswith("lr ")]
         assert not lines, (step, lines)
         before, now = (learning_rate(planned, step) for planned in (settled, other))
@@ -82,3 +85,38 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
 def test_the_number_of_steps_that_the_epochs_give_is_recorded(workdir):
     assert run_here("--max_steps", "0", "--num_epochs", "1") == 0
     assert launches("checkpoints")[0]["how"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0
+
+
+@given(
+    st.floats(0.1, 50), st.integers(1, 3), st.integers(1, 9), st.integers(0, 30), st.integers(0, 100),
+    st.sampled_from([64, 257]),
+)  # fmt: skip
+def test_tokens_per_parameter_end_with_the_first_step_that_reaches_them(ratio, layers, rows, step, before, vocab_size):
+    """Whatever the batch was in the steps before."""
+    config = TrainConfig(
+        num_layers=layers, num_heads=1, embd_size=8, context_length=16, vocab_size=vocab_size,
+        total_batch_size=16 * rows, tokens_per_parameter=ratio, warmup_steps=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(config.shape(vocab_size), initialize=False).parameters())
+    padding = (config.padded_vocab_size - vocab_size) * 8  # of the table, which no token uses
+    expected = ratio * (parameters - padding)
+    steps = with_steps(config, 400, step, before).max_steps
+    tokens = (before + (steps - step) * rows) * 16
+    assert tokens >= expected * (1 - 1e-12)
+    assert steps == step or tokens - 16 * rows < expected
+
+
+def test_a_run_of_tokens_per_parameter_stops_resumes_and_goes_on_beyond(workdir):
+    flags = list(TINY)
+    at = flags.index("--max_steps")
+    del flags[at : at + 2]
+    flags += ["--data_dir", "data"]
+    assert train.main([*flags, "--tokens_per_parameter", "0.02"]) == 0
+    length = load("checkpoints/latest.pt")["step"]
+    assert launches("checkpoints")[0]["how"]["max_steps"] == length > 2
+    assert train.main(["--resume", "latest", "--tokens_per_parameter", "0.03"]) == 0
+    assert load("checkpoints/latest.pt")["step"] == pytest.approx(1.5 * length, abs=1)
+    assert train.main(["--resume", "latest", "--max_steps", str(2 * length)]) == 0
+    assert load("checkpoints/latest.pt")["step"] == 2 * length
+    assert load("checkpoints/latest.pt")["options"]["tokens_per_parameter"] == 0

@@ -123,7 +123,7 @@ def test_plan_of_a_known_number_of_steps_needs_no_data(tmp_path, capsys):
     assert "vocabulary 50,257 (gpt2)\n" in plan
     assert "at most 9 in checkpoints: 82.1 GB; " in plan
     assert "x 1 rank x 128 micro-steps); warm-up 2,000 steps\n" in plan
-    assert "tokens       104,857,600,000, 137.9 per parameter; about 20 is compute-optimal" in plan
+    assert "tokens       104,857,600,000, 137.9 per parameter; --tokens_per_parameter 20 is about compute" in plan
     assert "time         unknown here; on 1 x NVIDIA H100" in plan
     assert ": 100,000 steps, plus 1.4% for evaluation\n" in plan
     assert list(tmp_path.iterdir()) == []
