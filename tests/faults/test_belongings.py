@@ -138,9 +138,8 @@ def test_a_fork_compares_its_steps_with_the_records_of_its_parent(workdir, capsy
 # the shards
 
 
-@pytest.mark.parametrize("ids", ["valid", "outside the vocabulary", "fewer"])
-@pytest.mark.parametrize("format", ["npy", "bin"])
-def test_a_shard_that_is_overwritten_ends_the_run_with_its_name(workdir, ids, format):
+@pytest.mark.parametrize(("format", "ids"), [("npy", "valid"), ("npy", "outside the vocabulary"), ("bin", "fewer")])
+def test_a_shard_that_is_overwritten_ends_the_run_with_its_name(workdir, format, ids):
     if format == "bin":  # of nanoGPT, without a manifest
         for split in ("train", "val"):
             shard = next(Path("data").glob(f"*_{split}_*.npy"))

@@ -42,9 +42,9 @@ def test_memory_file_descriptors_and_threads_stay_flat(workdir, steps, freq):
     assert late[2] <= early[2] + 1, f"{early[2]} threads, later {late[2]}"
 
 
-@pytest.mark.parametrize(
-    ("file", "step", "damaged"), [("rolling_step_000010.pt", 10, False), ("latest_backup.pt", 19, True)]
-)
+@pytest.mark.parametrize(("file", "step", "damaged"), [
+    ("rolling_step_000010.pt", 10, False), pytest.param("latest_backup.pt", 19, True, marks=pytest.mark.storm),
+])  # fmt: skip
 def test_resume_from_an_older_checkpoint_survives_a_kill(reference, file, step, damaged):
     """Make the older checkpoint latest.pt at once, so that a later --resume latest matches the truncated logs."""
     flags, name = ("--max_steps", "20", "--checkpoint_freq", "5", "--dropout", "0.1"), f"from {step}"
