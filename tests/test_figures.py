@@ -117,6 +117,27 @@ def test_a_measurement_says_where_it_comes_from_and_its_figures_lie_within_their
             assert ratio.startswith("equal: ") == (float(given[1]) <= 1 <= float(given[2])), ratio
 
 
+def lines_of(pattern: str) -> int:
+    files = [*REPO.glob(pattern)]
+    assert files, pattern
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_readme_has_the_lines_of_today():
+    """Within a tenth."""
+    readme = text_of("README.md")
+    core = dict(re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", readme, re.MULTILINE))
+    assert len(core) == 5
+    for name, lines in core.items():
+        assert int(lines) == pytest.approx(lines_of(name), rel=0.1), name
+    commands = sum(map(lines_of, ("*.py", "*.sh", "scripts/*.py", "scripts/slurm.sh", "steadygpt/**/*.*[yl]")))
+    expected = [sum(map(lines_of, core)), commands, lines_of("tests/**/*.py")]
+    [shown] = re.findall(r"core has ([\d,]+) lines, .* runs ([\d,]+)\. Tests have ([\d,]+) more", readme)
+    assert [int(number.replace(",", "")) for number in shown] == pytest.approx(expected, rel=0.1)
+    [package] = re.findall(r"^\| `steadygpt/` \| ([\d,]+) \|", readme, re.MULTILINE)
+    assert int(package.replace(",", "")) == pytest.approx(lines_of("steadygpt/**/*.py"), rel=0.1)
+
+
 def test_the_comparison_has_the_lines_of_today():
     """Within a tenth."""
     core = [REPO / f"{name}.py" for name in ("train", "evaluation", "model", "dataloader", "optim")]
