@@ -185,9 +185,9 @@ def draw(recorded: dict[str, Any]) -> str:
     random = Random(0)
     pane = Pane(ROWS)
     below = Pane(ROWS_BELOW)
-    pane.prompt(0)
+    pane.show(0, tspan("$ ", "green"), tspan(COMMANDS[0], "bold", 2))  # typed before, so that output comes at once
     below.prompt(0)
-    killed = show_life(pane, pane.type(0.8, COMMANDS[0], random), first["lines"], 0.045, "blue")
+    killed = show_life(pane, 0, first["lines"], 0.045, "blue")
     kill = f"kill -9 {first['pid']}"
     typed = below.type(killed - 1.1, kill, random)
     killed = max(killed, typed)
