@@ -103,7 +103,7 @@ class Pane:
 
     def type(self, instant: float, command: str, random: Random) -> float:
         """Type a command at the prompt and return the instant after it."""
-        self.lines[-1] = tspan("$ ", "green") + tspan(command, "bold", 2)
+        self.lines[-1] = typed(command)
         for column in range(3, 3 + len(command)):
             instant += random.uniform(0.012, 0.036)
             self.moves.append((instant, len(self.lines) - 1, column))
@@ -134,6 +134,11 @@ class Pane:
             f'<rect class="cover" x="{-width}" y="{LINE}" width="{2 * width}" height="{2 * height}"/>'
             f'<rect width="{CHARACTER}" height="17" y="2" fill="#8b949e"/></g></g></svg>'
         )
+
+
+def typed(command: str) -> str:
+    """Return a prompt with a command as SVG."""
+    return tspan("$ ", "green") + tspan(command, "bold", 2)
 
 
 def tspan(text: str, style: str = "", column: int = 0) -> str:
@@ -185,13 +190,11 @@ def draw(recorded: dict[str, Any]) -> str:
     random = Random(0)
     pane = Pane(ROWS)
     below = Pane(ROWS_BELOW)
-    pane.show(0, tspan("$ ", "green"), tspan(COMMANDS[0], "bold", 2))  # typed before, so that output comes at once
+    pane.show(0, typed(COMMANDS[0]))  # typed before, so that output comes at once
     below.prompt(0)
     killed = show_life(pane, 0, first["lines"], 0.045, "blue")
     kill = f"kill -9 {first['pid']}"
-    typed = below.type(killed - 1.1, kill, random)
-    killed = max(killed, typed)
-    below.lines[-1] = tspan("$ ", "green") + tspan(kill, "bold", 2)
+    killed = max(killed, below.type(killed - 1.1, kill, random))
     below.prompt(killed)
     pane.show(killed, tspan("Killed", "red"))
     pane.prompt(killed)

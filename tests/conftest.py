@@ -50,6 +50,17 @@ def tiny_flags(device: str) -> list[str]:
 
 TINY = tiny_flags(os.environ.get(DEVICE, "cpu"))
 FSDP = ("--sharding", "fsdp")
+
+
+def tiny_without(*names: str) -> list[str]:
+    """Return TINY without these flags and their values."""
+    flags = list(TINY)
+    for name in names:
+        at = flags.index(f"--{name}")
+        del flags[at : at + 2]
+    return flags
+
+
 MODERN = (
     "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off --num_kv_heads 1 "
     "--optimizer muon --muon_beta2 0.9 --schedule wsd --min_lr 0"

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, reference_model, refusal, run_here
+from conftest import reference_model, refusal, run_here, tiny_without
 from ground import is_of_a_run, latest, metrics, options_of, weights_content
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -436,8 +436,7 @@ def test_fine_tuning_takes_the_shape_of_the_weights_and_may_crop_the_context(wor
     shape = {"context_length": 24, "num_layers": 1}
     model = reference_model("gpt2 untied, exact GELU, narrow MLP", **TINY_SHAPE | shape)
     model.save_pretrained("model")
-    shape_flags = {"--num_layers", "--num_heads", "--embd_size"}
-    flags = [x for pair in zip(TINY[::2], TINY[1::2], strict=True) if pair[0] not in shape_flags for x in pair]
+    flags = tiny_without("num_layers", "num_heads", "embd_size")
     fixed = ["--max_lr", "0", "--min_lr", "0", "--data_dir", "data", "--init_from", "model"]
     assert train.main([*flags, *fixed]) == 0
     assert "weights      from model" in capsys.readouterr().out

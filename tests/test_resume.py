@@ -9,7 +9,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import MODERN, TINY, command, environment, folders, in_ranks, load, need_gpus, refusal, run_here
+from conftest import (
+    MODERN,
+    TINY,
+    command,
+    environment,
+    folders,
+    in_ranks,
+    load,
+    need_gpus,
+    refusal,
+    run_here,
+    tiny_without,
+)
 from ground import assert_same_state, best_model, evaluations, metrics, options_in, status_of
 from harness import Run, run_to_end
 from injected import do_in_step, signal_at
@@ -182,8 +194,8 @@ def with_preset(option: str, value: int, *flags: str, folder: Path = Path()) -> 
     """Train in a folder with an option that a preset gives, in place of the flag that it contradicts."""
     os.chdir(folder)
     Path("mine.toml").write_text(f"{option} = {value}\n")
-    at = TINY.index("--total_batch_size" if option == "micro_steps" else f"--{option}")
-    return train.main([*TINY[:at], *TINY[at + 2 :], "--data_dir", "data", "--config", "mine.toml", *A, *flags])
+    others = tiny_without("total_batch_size" if option == "micro_steps" else option)
+    return train.main([*others, "--data_dir", "data", "--config", "mine.toml", *A, *flags])
 
 
 with_micro_steps, with_rows = partial(with_preset, "micro_steps", 3), partial(with_preset, "mini_batch_size", 4)

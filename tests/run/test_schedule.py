@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from conftest import TINY, load, run_here
+from conftest import load, run_here, tiny_without
 from ground import launches, run_content, start_from, with_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,10 +108,7 @@ def test_tokens_per_parameter_end_with_the_first_step_that_reaches_them(ratio, l
 
 
 def test_a_run_of_tokens_per_parameter_stops_resumes_and_goes_on_beyond(workdir):
-    flags = list(TINY)
-    at = flags.index("--max_steps")
-    del flags[at : at + 2]
-    flags += ["--data_dir", "data"]
+    flags = [*tiny_without("max_steps"), "--data_dir", "data"]
     assert train.main([*flags, "--tokens_per_parameter", "0.02"]) == 0
     length = load("checkpoints/latest.pt")["step"]
     assert launches("checkpoints")[0]["how"]["max_steps"] == length > 2
