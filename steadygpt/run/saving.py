@@ -126,5 +126,5 @@ def finish_uploads(uploads: Uploads | None, requests: Requests, log: RunLog) -> 
 def wait_for_uploads(uploads: Uploads | None, is_stopped: Callable[[], bool], ranks: Ranks, log: RunLog) -> None:
     """Wait on all ranks until nothing is left to upload, no upload makes progress, or is_stopped() on a rank."""
     while ranks.any(bool(uploads and uploads.is_busy())) and not ranks.any(is_stopped()):
-        time.sleep(0.1)
+        time.sleep(0.02)
         log.beat()

@@ -47,10 +47,10 @@ def way(request):
 
 
 def examples(dtype: torch.dtype, scale: float = 3.0, vocab_size: int = 101, padded: int = 128):
-    """Return logits (50, 128), whose padding must not matter, and targets."""
+    """Return logits (20, 128), whose padding must not matter, and targets."""
     generator = torch.Generator().manual_seed(0)
-    logits = (scale * torch.randn(50, padded, generator=generator)).to(dtype)
-    targets = torch.randint(0, vocab_size, (50,), generator=generator)
+    logits = (scale * torch.randn(20, padded, generator=generator)).to(dtype)
+    targets = torch.randint(0, vocab_size, (20,), generator=generator)
     return logits.requires_grad_(), targets
 
 
@@ -84,7 +84,7 @@ def test_losses_and_gradients_equal_those_without_padding(way, dtype, scale, off
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 @pytest.mark.parametrize(("way", "dtype"), WAYS, ids=str, indirect=["way"])
 @given(
-    N=st.integers(1, 12), C=st.integers(1, 9), vocab_size=st.integers(1, 700), padding=st.integers(0, 70),
+    N=st.integers(1, 6), C=st.integers(1, 9), vocab_size=st.integers(1, 300), padding=st.integers(0, 70),
     seed=st.integers(0, 2**32), is_mean=st.booleans(),
 )  # fmt: skip
 @settings(
@@ -186,7 +186,7 @@ def test_the_loss_of_a_target_outside_of_the_vocabulary_is_infinite_in_the_kerne
     targets[4] = target
     losses = token_losses(logits, targets, 101)
     assert losses[4] == torch.inf
-    assert torch.isfinite(losses).sum() == 49
+    assert torch.isfinite(losses).sum() == 19
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
@@ -198,7 +198,7 @@ def test_the_loss_of_a_row_that_is_not_finite_is_not_finite(way, value):
         logits[5] = -torch.inf
     losses = token_losses(logits, targets, 101)
     assert not torch.isfinite(losses[4:6]).any()
-    assert torch.isfinite(losses).sum() == 48
+    assert torch.isfinite(losses).sum() == 18
 
 
 def test_padding_has_no_gradient(way):
@@ -230,11 +230,10 @@ from triton.compiler import ASTSource
 from steadygpt.machine import loss_kernel
 pointers = {"logits_ptr": "*bf16", "targets_ptr": "*i64", "losses_ptr": "*fp32", "gradients_ptr": "*bf16"}
 signature = pointers | {"P": "i32", "vocab_size": "i32", "CAP": "constexpr", "BLOCK": "constexpr"}
-for cap in (0.0, 15.0):
+for cap, architecture in ((0.0, 80), (15.0, 90)):
     source = ASTSource(loss_kernel._row, signature, {"CAP": cap, "BLOCK": loss_kernel.BLOCK})
-    for architecture in (80, 90):
-        compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": loss_kernel.NUM_WARPS})
-        assert "st.local" not in compiled.asm["ptx"], (cap, architecture)
+    compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": loss_kernel.NUM_WARPS})
+    assert "st.local" not in compiled.asm["ptx"], (cap, architecture)
 """
 
 
@@ -248,7 +247,7 @@ def test_the_kernel_compiles_for_gpus(tmp_path):
 
 
 def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(way):
-    x = torch.randn(50, 8).requires_grad_()
+    x = torch.randn(20, 8).requires_grad_()
     weight = torch.randn(128, 8).requires_grad_()
     _, targets = examples(torch.bfloat16)
     kept = []
@@ -258,11 +257,11 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(way)
     ):
         linear_losses(x, weight, targets, 101)
     sizes = sorted((tensor.numel() * tensor.itemsize for tensor in kept), reverse=True)
-    assert sizes == [50 * 128 * 2, 128 * 8 * 2, 50 * 8 * 2]
+    assert sizes == [20 * 128 * 2, 128 * 8 * 2, 20 * 8 * 2]
 
 
 def test_autocast_decides_the_dtype_of_the_products():
-    x = torch.randn(50, 8).requires_grad_()
+    x = torch.randn(20, 8).requires_grad_()
     weight = torch.randn(128, 8).requires_grad_()
     _, targets = examples(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -281,7 +280,7 @@ def test_compiled_losses_are_the_same(softcap):
     def compute(x, weight):
         return linear_losses(x, weight, targets, 101, softcap)
 
-    x = torch.randn(50, 8, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(20, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(128, 8, dtype=torch.bfloat16, requires_grad=True)
     _, targets = examples(torch.bfloat16)
     compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)

@@ -339,7 +339,7 @@ def shown(checkpoints: Path, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(width=st.integers(40, 200), height=st.integers(10, 60))
 @example(width=80, height=24)
 @pytest.mark.parametrize("name", RUNS)
