@@ -30,7 +30,7 @@ def test_each_command_imports_it_before_all_others():
         assert {module.partition(".")[0] for module in imported[:first]} <= sys.stdlib_module_names, name
 
 
-@pytest.mark.parametrize("name", ["train.py", "prepare_dataset.py", "look.py"])
+@pytest.mark.parametrize("name", ["train.py", "prepare_dataset.py"])
 def test_ctrl_c_while_python_imports_ends_a_command_in_silence(name, tmp_path):
     """Property, for random instants: status 130, or what the command itself answers; a traceback never."""
     random = Random(name)

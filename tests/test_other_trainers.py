@@ -67,9 +67,10 @@ def leave_threads_open(rank: int) -> None:
     del os.environ["OMP_NUM_THREADS"]  # set by conftest.py
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(("processes", "launcher"), [
     (1, ["--num_processes", "1"]),
-    pytest.param(2, ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"], marks=pytest.mark.storm),
+    (2, ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]),
 ])  # fmt: skip
 def test_accelerate_launches_a_run(workdir, processes, launcher):
     """The launcher begins in a fork that has already imported torch."""

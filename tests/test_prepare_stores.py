@@ -159,7 +159,7 @@ def test_a_file_costs_a_request_for_each_read_ahead_and_few_more(hub, monkeypatc
 
 
 def test_an_interrupted_preparation_continues_inside_the_file(hub, monkeypatch):
-    monkeypatch.setattr(stores, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(stores, "BLOCK_BYTES", 4000)
     hub.put(CORPUS, corpus())
     flags = "--val_share 0 --shard_size 90000"
     shards = prepare(CORPUS_PART, "whole", flags)["shards"]
@@ -240,7 +240,7 @@ ALL = [(name, fault) for name in ("s3", "gcs", "hub") for fault in FAULTS]
 def test_passing_faults_of_a_network_cost_a_line_each(network, fault, local_shards, capsys, monkeypatch):
     how, line = FAULTS[fault]
     if fault == "stall":
-        monkeypatch.setattr(retry, "SILENCE_S", 0.5)
+        monkeypatch.setattr(retry, "SILENCE_S", 0.25)
         if network.place.startswith("gs:"):
             how = how | {"times": 7}
     network.server.fail(network.request, **how)

@@ -256,7 +256,7 @@ class Reader(NamedTuple):
 
     change: Callable[[bytes, random.Random], bytes]
     read: Callable[[], object]
-    count: int = 30
+    count: int = 15
     accepts: bool = False  # whether some changes must be accepted
     refuses: bool = True  # and some refused
     named: str = ""  # in each refusal
