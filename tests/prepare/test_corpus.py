@@ -356,11 +356,13 @@ def follow(source: str) -> None:
     pytest.fail(f"{source}: four advices were not enough")
 
 
-@pytest.mark.parametrize("is_folder", [True, False], ids=["in a folder", "named"])
-@pytest.mark.parametrize("name", ADVICES)
+NAMED = ("a.csv", "a.zip", "array.json", "indented.jsonl", "with a space.jsonl", "a.txt")
+
+
+@pytest.mark.parametrize(("name", "is_folder"), [
+    *((name, True) for name in ADVICES), *((name, False) for name in NAMED),
+])  # fmt: skip
 def test_each_advice_makes_the_command_succeed(name, is_folder):
-    if "large" in name and not is_folder:
-        return
     write({f"t/{name}": ADVICES[name], "t/README.md": b"card"})
     follow("t" if is_folder else f"t/{name}")
     text = bytes(i for i in ids_of() if i < 256).decode()
