@@ -104,7 +104,7 @@ def ids_of_library(library: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["trained", "Qwen NFC", *PATTERNS])
 @given(st.text() | st.text(TRAPS, max_size=60))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_ids_are_those_of_the_library(name, text):
     ours, library = both(name)
     ids = ours.encode(text)
@@ -114,7 +114,7 @@ def test_ids_are_those_of_the_library(name, text):
 
 @pytest.mark.parametrize("name", ["Llama 3 literals", "Qwen NFC literals"])
 @given(st.lists(st.sampled_from([*LITERALS, *NORMALIZED_LITERALS, "<|im_start|>", END_OF_TEXT, *TRAPS])).map("".join))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_added_tokens_that_are_not_special_are_one_id_as_in_the_library(name, text):
     ours, library = both(name)
     ids = ours.encode(text)
@@ -145,7 +145,7 @@ def test_ids_of_every_character_are_those_of_the_library(name):
 @pytest.mark.parametrize("name", ["trained", "Qwen NFC", *PATTERNS])
 @given(st.text("ab1 \n\r\t.'/é你\u3000\xa0\u0301", max_size=40))
 @example("...\n/ b")
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_a_text_cut_at_the_end_of_a_word_has_the_ids_of_the_whole(name, text):
     ours, _ = both(name)
     data = text.encode()
@@ -373,7 +373,7 @@ def sentence_piece(**changes) -> str:
 
 
 @given(st.text() | st.text("ht ecas\n<0x>", max_size=60))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_tokens_of_sentence_piece_are_decoded_and_their_bytes_are_counted(text):
     text = text.replace("\u2581", "_")  # which is decoded as a space
     ours = both_of_sentence_piece()

@@ -46,6 +46,7 @@ def test_training_continues_without_samples_and_hellaswag(failing_network):
     assert load("run/latest.pt")["step"] == 8
 
 
+@pytest.mark.storm
 def test_training_continues_without_hellaswag(failing_network):
     flags = ("--hellaswag_freq", "4", "--sample_freq", "4", *folders("run"))
     text = run_to_end(*flags, ranks=2, faults=[failing_network])

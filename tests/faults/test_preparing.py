@@ -134,7 +134,7 @@ def workers_left() -> list[psutil.Process]:
 
 
 KILLS = [
-    ("on_disk", "--shard_size 50000", 3, 2),
+    ("on_disk", "--shard_size 50000", 2, 1),
     pytest.param("on_disk", "--shard_size 50000", 20, 6, marks=storm),
     pytest.param("on_disk", "--shard_size 50000", 200, 6, marks=storm),
     pytest.param("on_disk", "--shard_size 20000 --tokenizer bpe:600", 20, 6, marks=storm),

@@ -228,12 +228,11 @@ def test_secret_options_are_not_sent(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     arguments = ["train.py", "--webhook=https://hooks.example/token", "--in_the_command=line"]
     monkeypatch.setattr(sys, "argv", list(arguments))
-    for name, url in (("open", ""), ("secret", "https://hooks.example/token")):
-        open_log(WithSecret(webhook=url, checkpoint_dir=str(tmp_path / name), use_wandb=True), None).close()
-        (folder,) = (tmp_path / name / "wandb").glob("offline-run-*")
-        [run] = records(folder)["run"]
-        assert {item.key: item.value_json for item in run.config.update}["max_lr"] == str(TrainConfig.max_lr)
-        (file,) = folder.glob("run-*.wandb")
-        assert (b"in_the_command" in file.read_bytes()) == (not url)
-    assert b"hooks.example" not in file.read_bytes()
+    config = WithSecret(webhook="https://hooks.example/token", checkpoint_dir=str(tmp_path), use_wandb=True)
+    open_log(config, None).close()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    [run] = records(folder)["run"]
+    assert {item.key: item.value_json for item in run.config.update}["max_lr"] == str(TrainConfig.max_lr)
+    (file,) = folder.glob("run-*.wandb")
+    assert b"in_the_command" not in file.read_bytes() and b"hooks.example" not in file.read_bytes()
     assert sys.argv == arguments
