@@ -18,7 +18,7 @@ Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows 
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MUON_MOMENTUM = 0.95
+MUON_MOMENTUM = 0.85  # 0.95 and rising ones end higher in runs of up to 3,000 steps: docs/LOG.md
 ADAM_EPS = 1e-8
 TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
 MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the same time, unless one matrix has more
