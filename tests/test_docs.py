@@ -81,7 +81,6 @@ def test_the_table_of_a_checkpoint_has_its_keys():
 
 def test_format_version_and_address_are_the_same_everywhere():
     assert f"| `format_version` | {FORMAT_VERSION};" in text("docs/checkpoints.md")
-    assert f"\nversion: {__version__}\n" in text("CITATION.cff")
     assert f"\n## {__version__} (" in text("CHANGELOG.md")
     # The repository has no public address yet: then mkdocs.yml has no repo_url, and no page a link to one.
     addresses = {*re.findall(r"^repo_url: (\S+)$", text("mkdocs.yml"), re.MULTILINE)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conftest import REPO, in_ranks
 
-COMMANDS = [path for path in REPO.glob("*.py") if path.name != "setup.py"]  # which only pip runs
+COMMANDS = [*REPO.glob("*.py")]
 FILES = {path.stem: path for path in COMMANDS} | {
     ".".join(path.relative_to(REPO).with_suffix("").parts): path
     for path in (REPO / "steadygpt").rglob("*.py")
