@@ -103,7 +103,9 @@ class RowStream(Rows):
         self.shards = [shard for shard in self.shards if shard.num_tokens > T]
         for shard in self.shards[:MAPPED]:
             shard.tokens()  # mapped now, so that the run can read files that are deleted or replaced while it goes on
-        self.num_rows = np.array([(shard.num_tokens - 1) // T for shard in self.shards], np.int64)
+        targets = np.array([shard.num_tokens - 1 for shard in self.shards], np.int64)
+        self.num_rows = targets // T
+        self.leftover = (targets % T).astype(np.uint64)  # tokens of each shard that are in no row
         self.rows_per_epoch = int(self.num_rows.sum())
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,10 +119,13 @@ class RowStream(Rows):
         place = np.searchsorted(ends, positions, side="right")
         shard = order.ravel()[place]
         row = positions - (ends[place] - self.num_rows[shard])
+        offset: int | np.ndarray = 0
         if self.order.shuffle_rows:
             epoch = positions // self.rows_per_epoch
             row = permute(row, self.num_rows[shard], key_of(seed, epoch, shard))
-        return shard, row * self.context_length
+            # A text is cut elsewhere in each epoch, which lowers the loss of many epochs (benchmarks/RESULTS.md).
+            offset = (key_of(seed, epoch, shard, 1) % (self.leftover[shard] + np.uint64(1))).astype(np.int64)
+        return shard, offset + row * self.context_length
 
 
 class EvenlySpaced(Rows):

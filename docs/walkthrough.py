@@ -100,10 +100,12 @@ def show_data() -> None:
     tokens = rows.shards[0].tokens()
     print(f"\nshard      {rows.shards[0].path}: {len(tokens)} tokens, {tokens.dtype}\nbegins     {tokens[:9]}")
     print(f"\nrows       ({len(tokens)} - 1) // 16 = {rows.rows_per_epoch}")
+    firsts = rows.locate(np.arange(8))[1]
+    offset = firsts[0] % 16
     for row in range(2):
-        print(f"row {row}      {tokenizer.decode(tokens[16 * row : 16 * row + 17].tolist())!r}")
-    order = rows.locate(np.arange(8))[1] // 16
-    print(f"\nepoch 0    {order} ...\n")
+        first = offset + 16 * row
+        print(f"row {row}      {tokenizer.decode(tokens[first : first + 17].tolist())!r}")
+    print(f"\nepoch 0    from token {offset} on: {firsts // 16} ...\n")
     with contextlib.closing(run.training_batches()) as batches:
         for name, tensor in zip(("inputs", "targets"), batches.next(), strict=True):
             print(f"{name:<11}{[tokenizer.decode(row) for row in tensor.tolist()]}")

@@ -87,12 +87,23 @@ def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_
     rows = stream(*sizes, context=context, seed=seed, shuffle_shards=shuffle_shards, shuffle_rows=shuffle_rows)
     n = rows.rows_per_epoch
     found = rows.read(epoch * n, n)
-    expected = [
-        [shard * 1000 + row * context + i for i in range(context + 1)]
-        for shard, size in enumerate(sizes)
-        for row in range((size - 1) // context)
-    ]
-    assert sorted(found.tolist()) == expected
+    first = np.sort(found[:, 0])
+    assert sorted(found.tolist()) == (first[:, None] + np.arange(context + 1)).tolist()
+    expected = []
+    for shard, size in enumerate(sizes):
+        row_starts = 1000 * shard + context * np.arange((size - 1) // context)
+        offset = min(first[first // 1000 == shard], default=0) - 1000 * shard if len(row_starts) else 0
+        assert offset in range((size - 1) % context + 1 if shuffle_rows else 1)
+        expected += (row_starts + offset).tolist()
+    assert first.tolist() == expected
+
+
+def test_each_epoch_cuts_a_shard_elsewhere():
+    """Wherever the tokens that are in no row leave room; here 3 of them."""
+    rows = stream(5 * 7 + 1 + 3, context=7, seed=3, shuffle_rows=True)
+    firsts = rows.read(0, 400 * 5)[:, 0].reshape(400, 5)
+    assert {*firsts.min(1).tolist()} == {0, 1, 2, 3}
+    assert np.bincount(firsts.min(1)).min() > 60
 
 
 @given(shard_sizes, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 200))

@@ -105,7 +105,7 @@ def row(what: str, recipe: Sequence[str], *launches: Launch, of: Sequence[Launch
 # the same bits
 
 GPT2 = ("--dropout", "0.1", "--eval_freq", "4")
-LONG = (*GPT2, "--max_steps", "24", "--checkpoint_freq", "10")
+LONG = ("--dropout", "0.1", "--eval_freq", "12", "--max_steps", "24", "--checkpoint_freq", "6")
 RMSNORM = (*MODERN, "--norm", "rmsnorm_no_weight", "--activation", "relu2")
 STABLE = (*MODERN, "--cooldown", "0.5", "--max_steps", "12")
 MIXED = (*GPT2, "--allow_changes", "--max_steps", "4", "--mix", "a:7,b:3")
