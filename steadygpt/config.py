@@ -141,7 +141,7 @@ class TrainConfig(GPTConfig):
     val: str = _data("", "validation sets, if not the data's val shards: [NAME=]FOLDER,...")
     tokenizer: str = _data("auto", "tokenizer, where the data does not name one; auto: gpt2", on_resume="never")
     shuffle_shards: bool = _data(True, "shuffle the shards in each epoch", on_resume="never")
-    shuffle_rows: bool = _data(True, "shuffle the rows of each shard, and cut it elsewhere, in each epoch", on_resume="never")
+    shuffle_rows: bool = _data(True, "shuffle the rows of a shard, cut elsewhere in each epoch", on_resume="never")
 
     total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
     micro_steps: int = _optim(0, "of a new run, micro-steps per step on each rank, in place of total_batch_size",
