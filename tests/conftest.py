@@ -50,6 +50,7 @@ def tiny_flags(device: str) -> list[str]:
 
 TINY = tiny_flags(os.environ.get(DEVICE, "cpu"))
 FSDP = ("--sharding", "fsdp")
+SLOW = ("--max_lr", "1e-4", "--min_lr", "1e-4")  # so that each validation of a tiny run is the best
 
 
 def tiny_without(*names: str) -> list[str]:

@@ -91,10 +91,10 @@ def test_an_epoch_has_each_row_of_each_shard_once(sizes, context, seed, shuffle_
     assert sorted(found.tolist()) == (first[:, None] + np.arange(context + 1)).tolist()
     expected = []
     for shard, size in enumerate(sizes):
-        row_starts = 1000 * shard + context * np.arange((size - 1) // context)
-        offset = min(first[first // 1000 == shard], default=0) - 1000 * shard if len(row_starts) else 0
-        assert offset in range((size - 1) % context + 1 if shuffle_rows else 1)
-        expected += (row_starts + offset).tolist()
+        if size > context:
+            start = first[first // 1000 == shard].min()
+            assert start - 1000 * shard in range((size - 1) % context + 1 if shuffle_rows else 1)
+            expected += (start + context * np.arange((size - 1) // context)).tolist()
     assert first.tolist() == expected
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import (
     MODERN,
+    SLOW,
     TINY,
     command,
     environment,
@@ -148,8 +149,7 @@ def listed(folder: str, capsys) -> dict[str, list[str]]:
 
 
 def test_going_back_keeps_the_best_model_and_the_losses_of_the_files_that_are_kept(workdir, capsys):
-    slow = ("--max_lr", "1e-4", "--min_lr", "1e-4")  # so that the last validation is the best
-    assert run_here("--eval_freq", "4", "--checkpoint_freq", "2", *slow, *A) == 0
+    assert run_here("--eval_freq", "4", "--checkpoint_freq", "2", *SLOW, *A) == 0
     best = load("a/best_model.pt")
     before = listed("a", capsys)
     assert best["step"] == 8

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MODERN, in_ranks, load, run_here
+from conftest import MODERN, SLOW, in_ranks, load, run_here
 from ground import (
     acting_here,
     alter,
@@ -341,8 +341,7 @@ def test_a_slow_save_has_the_weights_of_its_step(workdir, inject):
 def test_a_step_is_captured_once_for_all_its_names(workdir, inject):
     captured = []
     inject.change_captured(lambda content: captured.append(content["step"]) or content)
-    slow = ("--max_lr", "1e-4", "--min_lr", "1e-4")  # so that the last validation is the best
-    assert run_here("--checkpoint_freq", "4", "--steps_per_epoch", "4", "--eval_freq", "4", *slow) == 0
+    assert run_here("--checkpoint_freq", "4", "--steps_per_epoch", "4", "--eval_freq", "4", *SLOW) == 0
     assert captured == [4, 8]
     names = {"latest.pt", "rolling_step_000008.pt", "epoch_00002.pt", "best_model.pt"}
     assert all(steps("checkpoints")[name] == 8 for name in names)

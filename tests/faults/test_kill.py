@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import FSDP, MODERN, TINY, folders, load, write_data
+from conftest import FSDP, MODERN, SLOW, TINY, folders, load, write_data
 from ground import assert_same_state, evaluations, latest, phase_in
 from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes
 from injected import kill_at, record_save_calls
@@ -239,8 +239,8 @@ def test_kill_of_several_ranks_at_each_call_of_a_save(reference, ranks, call):
     assert_same_files(name)
 
 
-# At this small rate each validation finds the best model, and so makes a save; there are no others.
-EVALUATED = "--max_steps 20 --steps_per_epoch 99 --eval_freq 4 --dropout 0.1 --max_lr 1e-4 --min_lr 1e-4".split()
+# Each validation finds the best model, and so makes a save; there are no others.
+EVALUATED = (*"--max_steps 20 --steps_per_epoch 99 --eval_freq 4 --dropout 0.1".split(), *SLOW)
 
 
 @pytest.mark.parametrize(
