@@ -61,7 +61,11 @@ def test_a_run_whose_folder_was_moved_stops_and_writes_nothing_at_the_old_path(w
 
 
 def test_a_run_whose_folder_was_deleted_does_not_say_that_saves_are_intact(workdir, capsys):
-    with acting_here(partial(do_in_step, 3, lambda: shutil.rmtree("run"))):
+    def delete():
+        Path("run").rename("deleted")  # at once: the save of the step before may still be adding files
+        shutil.rmtree("deleted")
+
+    with acting_here(partial(do_in_step, 3, delete)):
         assert run_here(*folders("run"), "--checkpoint_freq", "1") == 1
     output = messages(capsys)
     assert "intact" not in output
