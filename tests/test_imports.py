@@ -8,6 +8,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from conftest import REPO, in_ranks
 
 COMMANDS = [*REPO.glob("*.py")]
@@ -131,6 +132,7 @@ def check_preloaded() -> None:
     assert {"train", "prepare_dataset", "injected", "datasets"} <= {*sys.modules}
 
 
+@pytest.mark.storm  # without these imports, tests are only slower
 def test_forked_ranks_begin_with_the_imports_of_preloaded():
     """Python ignores what the server of forked processes fails to import."""
     in_ranks(1, check_preloaded)

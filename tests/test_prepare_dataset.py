@@ -141,6 +141,7 @@ def test_every_format_gives_the_same_tokens(source, files):
     assert ids_of() == ids_expected(FORMAT_TEXTS)
 
 
+@pytest.mark.storm  # lists all packages of this Python
 def test_stdlib_is_pythons_library_without_packages_and_tests():
     files = [Path(file.path) for file in find_source("stdlib").files]
     assert {"argparse.py", "decoder.py"} <= {file.name for file in files}

@@ -70,6 +70,7 @@ def test_run_without_standard_streams_trains_and_resumes(workdir):
     assert load("a/latest.pt")["step"] == 9
 
 
+@pytest.mark.storm
 def test_a_folder_whose_name_the_locale_lacks_is_refused(workdir):
     words = [*map(str.encode, command()), b"--checkpoint_dir", "\u00e9".encode()]
     variables = environment() | {"LC_ALL": "C", "PYTHONUTF8": "0"}
