@@ -25,23 +25,6 @@ def text(page: str) -> str:
     return (REPO / page).read_text()
 
 
-def ratios(page: str) -> list[str]:
-    """Return the ratios to nanoGPT in the tables of training and generation."""
-    rows = re.findall(r"^\|.*\b(?:bf16|fp32)\b.*\|$", text(page), re.MULTILINE)
-    cells = [row.split("|")[-2].strip() for row in rows]
-    return [cell for cell in cells if re.match(r"(equal: )?[\d.]+ \(", cell)]
-
-
-def test_ratios_have_their_range_and_are_those_of_the_results():
-    results = text("benchmarks/RESULTS.md")
-    found = ratios("docs/speed.md")
-    assert found
-    for ratio in found:
-        low, high = map(float, re.fullmatch(r"(?:equal: )?[\d.]+ \(([\d.]+) to ([\d.]+)\)", ratio).groups())
-        assert f"| {ratio} |" in results
-        assert ratio.startswith("equal: ") == (low <= 1 <= high), ratio
-
-
 def names_in(paths: Iterable[Path]) -> set[str]:
     names = ((path, name) for path in paths for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
     return {f"{path.name}::{name}" for path, name in names}

@@ -78,7 +78,7 @@ def test_a_figure_that_changes_in_the_results_changes_all_pages_that_have_it():
     results["train_cpu"]["rows"]["gpt2_bf16"][3] = "1.99 (1.98 to 2.00)"
     results["recipe_1m_now"]["rows"]["gpt2"][2] = "0.19"
     pages = {page for page in PAGES if figures.with_figures(results, page, text_of(page)) != text_of(page)}
-    assert pages == {figures.RESULTS, "README.md", "docs/RECIPE.md", "docs/speed.md"}
+    assert pages == {figures.RESULTS, "README.md", "docs/RECIPE.md"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,15 @@ def test_a_figure_that_changes_in_the_results_changes_all_pages_that_have_it():
 def test_a_figure_that_the_results_lack_is_seen(sentence):
     assert not unknown_figures("docs/walkthrough.md", "With torch 2.13 or Python 3.11 to 3.13, a model of 0.84 M.\n")
     assert unknown_figures("docs/walkthrough.md", f"A model.\n\n{sentence}\n")
+
+
+def test_a_ratio_is_called_equal_where_its_range_includes_1():
+    tables = [table for table in RESULTS.values() if "ratio" in table.get("columns", [])]
+    found = [row[1 + table["columns"].index("ratio")] for table in tables for row in table["rows"].values()]
+    ratios = [re.fullmatch(r"(equal: )?[\d.]+ \(([\d.]+) to ([\d.]+)\)", cell) for cell in found if " to " in cell]
+    assert len(ratios) > 10
+    for ratio in ratios:
+        assert bool(ratio[1]) == (float(ratio[2]) <= 1 <= float(ratio[3])), ratio[0]
 
 
 def test_no_fragment_has_a_figure_of_its_own_and_nothing_is_allowed_without_need():
@@ -140,7 +149,7 @@ def test_readme_has_the_lines_of_today():
         assert int(lines) == pytest.approx(lines_of(name), rel=0.1), name
     commands = lines_of("*.py", "*.sh", "scripts/*.py", "scripts/slurm.sh", "steadygpt/**/*.*[yl]")
     expected = [lines_of(*CORE), commands, lines_of("tests/**/*.py")]
-    sentence = r"five files, has ([\d,]+) lines, .* runs ([\d,]+)\. Tests have ([\d,]+) more"
+    sentence = r"five files, has ([\d,]+) lines; .* there are ([\d,]+)\. Tests have ([\d,]+)\s"
     [shown] = re.findall(sentence, readme)
     assert [int(number.replace(",", "")) for number in shown] == pytest.approx(expected, rel=0.1)
     [package] = re.findall(r"^\| `steadygpt/` \| ([\d,]+) \|", readme, re.MULTILINE)
