@@ -116,6 +116,7 @@ def case(least: int, where: str, start: Callable, parts=ONE_MIXTURE, id: str = "
 
 
 @pytest.mark.storm
+@pytest.mark.timeout(1200)  # 50 launches of torchrun take minutes
 @pytest.mark.parametrize(("least", "where", "start", "parts"), [
     case(35, "1 rank", run_on(1)),
     case(35, "1 rank", run_on(1, *MODERN), id="1 rank, modern"),
