@@ -3,7 +3,7 @@
     git clone https://github.com/karpathy/nanoGPT
     git clone https://github.com/karpathy/nanochat
     python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat    # 1 M parameters: a day on two cores
-    python -m benchmarks.tokens_to_loss --nanogpt nanoGPT --nanochat nanochat --plot docs/recipe.svg
+    python -m benchmarks.tokens_to_loss --nanochat nanochat --plot docs/recipe.svg
     python -m benchmarks.tokens_to_loss --list                                   # all runs and their losses
     python -m benchmarks.tokens_to_loss --only 'sweep/gpt2*' time                # some of them
     python -m benchmarks.tokens_to_loss --only 'piece*' --change qk_norm=off activation=relu2,muon_lr=0.005
@@ -26,9 +26,10 @@ final losses are those of our evaluation, on the same held-out rows. nanoGPT is 
 the points of its curve before the last one are its own estimates. nanochat and modded-nanogpt's simple baseline are
 their models, optimizers and schedules, in ours, by nanochat_run.py and modded_run.py, where "factor" is explained.
 
-The losses behind the tables of RESULTS.md are in benchmarks/losses: with --out benchmarks/losses this command makes the
-tables and pictures from them, and trains only what is missing there. They were measured before 08305b8, on the first
-rows of the held-out text. Today's validation spreads its rows: train all sides of a new table in another --out.
+The losses behind the tables of RESULTS.md are in benchmarks/losses: with --out benchmarks/losses/recipe (1 M, beside
+GPT-2 and nanochat) or --out benchmarks/losses (the rest) this command makes the tables and pictures from them, and
+trains only what is missing there. The rest was measured before 08305b8, on the first rows of the held-out text. Today's
+validation spreads its rows: train all sides of a new table in another --out.
 
 The same command continues after an interruption. A finished run is not repeated: its losses are kept, its weights are
 removed. An interrupted run of ours resumes; those of the others start again. The name of a run's folder ends in a hash
