@@ -83,8 +83,9 @@ def main() -> int:
         last = max(curve.seconds)
         steps = []  # of the checkpoints
         for minute in MINUTES:
-            first_after = min(step for step in curve.losses if curve.seconds[step] >= 60 * minute)
-            steps.append(EVERY * round(first_after / EVERY))
+            later = [step for step in curve.losses if curve.seconds[step] >= 60 * minute]
+            if later:  # a fast machine has finished before
+                steps.append(EVERY * round(min(later) / EVERY))
         for step in [*steps, last]:
             nearest = min(curve.seconds, key=lambda other: abs(other - step))
             checkpoint = f"checkpoints/quickstart/{ROLLING.format(step)}"
