@@ -249,13 +249,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
     """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
     used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  # None if the shell has closed it: >&-
         stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks
         setattr(sys, name, stream)
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main() or 0
         sys.stdout.flush()  # here, because the pipe may be closed before the last lines
     except UserError as error:
