@@ -2,7 +2,7 @@
 
 A measurement of the file has rows of figures, such as "541 (503 to 684)". The pages show them in two ways:
 
-    <!-- results: train_cpu ratio -->      a table with these columns, or all of them, up to <!-- end -->
+    <!-- results: train_cpu -->            its table, and where it comes from, up to <!-- end -->
     trains at {train_cpu.gpt2_bf16.ours}   a fragment in [pages] of the file, which stands in the page with a number
 
 A fragment takes the value without its range, {...+} with it, and {...~3} rounded to three digits. A
@@ -18,7 +18,7 @@ RESULTS = "benchmarks/RESULTS.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 RANGE = rf" \({NUMBER} to {NUMBER}\)"
 FIGURE = re.compile(rf"(?<![\w.])(?P<value>{NUMBER})(?:[^()\d]*?(?P<range>{RANGE})|.*)")
-BLOCK = re.compile(r"(<!-- results: (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 WORDS = r"\s+(?:> )?"  # between words: a line may end there, also in a quotation
 PLACE = re.compile(r"\{([\w.-]+?)([+]|~\d)?\}")
 
@@ -47,20 +47,17 @@ def figure(results: dict, name: str, form: str | None) -> str:
     return f"{rounded:,}".removesuffix(".0")
 
 
-def table(results: dict, name: str, columns: list[str]) -> str:
-    """Return the table of a measurement; with all columns, the command and where it ran follow."""
+def table(results: dict, name: str) -> str:
+    """Return the table of a measurement, the command, and where it ran."""
     found = results[name]
     if name == "machines":
         rows = [["name", "machine"], ["---", "---"], *found.items()]
         return "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows).replace(" --- ", "---") + "\n"
-    shown = [0, *(1 + found["columns"].index(column) for column in columns or found["columns"])]
     rows = [found["head"], ["---"] * len(found["head"]), *found["rows"].values()]
-    text = "".join("| " + " | ".join(row[at] for at in shown) + " |\n" for row in rows).replace(" --- ", "---")
-    if not columns:
-        commit = f", {found['commit']}" if found["commit"] else ""
-        command = f": `{found['command']}`" if found["command"].startswith("python") else ""
-        text += f"\n{found['machine']}, {found['date']}{commit}{command}\n"
-    return f"\n{text}\n"
+    text = "".join(f"| {' | '.join(row)} |\n" for row in rows).replace(" --- ", "---")
+    commit = f", {found['commit']}" if found["commit"] else ""
+    command = f": `{found['command']}`" if found["command"].startswith("python") else ""
+    return f"\n{text}\n{found['machine']}, {found['date']}{commit}{command}\n\n"
 
 
 def pattern(fragment: str) -> re.Pattern:
@@ -75,7 +72,7 @@ def with_figures(results: dict, page: str, text: str) -> str:
     Raises:
         LookupError: The page does not have a fragment once.
     """
-    text = BLOCK.sub(lambda block: block[1] + table(results, block[2], block[3].split()) + block[4], text)
+    text = BLOCK.sub(lambda block: block[1] + table(results, block[2]) + block[3], text)
     for fragment in results["pages"].get(page, ()):
         found = list(pattern(fragment).finditer(text))
         if len(found) != 1:

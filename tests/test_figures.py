@@ -93,15 +93,6 @@ def test_a_figure_that_the_results_lack_is_seen(sentence):
     assert unknown_figures("docs/walkthrough.md", f"A model.\n\n{sentence}\n")
 
 
-def test_a_ratio_is_called_equal_where_its_range_includes_1():
-    tables = [table for table in RESULTS.values() if "ratio" in table.get("columns", [])]
-    found = [row[1 + table["columns"].index("ratio")] for table in tables for row in table["rows"].values()]
-    ratios = [re.fullmatch(r"(equal: )?[\d.]+ \(([\d.]+) to ([\d.]+)\)", cell) for cell in found if " to " in cell]
-    assert len(ratios) > 10
-    for ratio in ratios:
-        assert bool(ratio[1]) == (float(ratio[2]) <= 1 <= float(ratio[3])), ratio[0]
-
-
 def test_no_fragment_has_a_figure_of_its_own_and_nothing_is_allowed_without_need():
     own = [
         part for parts in RESULTS["pages"].values() for part in parts if MEASURED.search(figures.PLACE.sub("", part))
@@ -149,7 +140,7 @@ def test_readme_has_the_lines_of_today():
         assert int(lines) == pytest.approx(lines_of(name), rel=0.1), name
     commands = lines_of("*.py", "*.sh", "scripts/*.py", "scripts/slurm.sh", "steadygpt/**/*.*[yl]")
     expected = [lines_of(*CORE), commands, lines_of("tests/**/*.py")]
-    sentence = r"five files, has ([\d,]+) lines; .* there are ([\d,]+)\. Tests have ([\d,]+)\s"
+    sentence = r"five files, has ([\d,]+) lines; .* there are ([\d,]+)\. Tests have ([\d,]+)\s+more"
     [shown] = re.findall(sentence, readme)
     assert [int(number.replace(",", "")) for number in shown] == pytest.approx(expected, rel=0.1)
     [package] = re.findall(r"^\| `steadygpt/` \| ([\d,]+) \|", readme, re.MULTILINE)

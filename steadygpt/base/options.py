@@ -254,7 +254,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks
         setattr(sys, name, stream)
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py; here, where it is caught
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main() or 0
         sys.stdout.flush()  # here, because the pipe may be closed before the last lines
