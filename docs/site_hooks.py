@@ -1,7 +1,11 @@
 """The hooks of the documentation site (mkdocs.yml)."""
 
 import re
+from itertools import groupby
 from pathlib import Path
+
+from steadygpt.base.options import kind_of
+from steadygpt.config import FIELDS
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/RESULTS.md"
 OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./([^)]+)\)")
@@ -15,9 +19,31 @@ def on_files(files, config, **_):
 
 
 def on_page_markdown(markdown: str, page, config, **_) -> str:
-    """Point links to files outside docs/ to the repository; without a repo_url in mkdocs.yml, keep only their text."""
+    """Add the options to their page, and point links to files outside docs/ to the repository.
+
+    Without a repo_url in mkdocs.yml, only their text stays.
+    """
+    if page.file.src_uri == "options.md":
+        markdown += lists_of_options()
     if page.file.src_uri == RESULTS.name:  # whose links start from benchmarks/
         markdown = markdown.replace("](../docs/", "](")
         markdown = re.sub(r"\]\((?=\w+\.toml\))", "](../benchmarks/", markdown)
     markdown = markdown.replace("](../benchmarks/RESULTS.md", "](RESULTS.md")
     return OUTSIDE.sub(rf"[\1]({config.repo_url}/blob/main/\2)" if config.repo_url else r"\1", markdown)
+
+
+def lists_of_options() -> str:
+    """Return the options of train.py as --help shows them: for each group, a heading and their lines."""
+    lists = ""
+    for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
+        lists += f"\n## {group.capitalize()}\n\n"
+        for name, field in fields:
+            default = str(field.default)
+            if kind_of(field) is bool:
+                default = "on" if field.default else "off"
+            text = field.metadata["text"].replace("*", "\\*")
+            on_resume = field.metadata["on_resume"]
+            if on_resume != "free":
+                text += f" (*{on_resume}*)"
+            lists += f"- `{f'--{name} {default}'.strip()}`: {text}\n"
+    return lists

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
 
-import options_page
 import pytest
 import record
 import site_hooks
@@ -18,6 +17,7 @@ from test_refused import CHECKPOINTS, FLAGS, SHARDS
 from steadygpt import __version__
 from steadygpt.base.foreign import CONTENTS
 from steadygpt.checkpoint.files import FORMAT_VERSION, CheckpointContent, TrainState
+from steadygpt.config import FIELDS
 from steadygpt.data.tokenizer import TokenizerRecord
 
 
@@ -35,25 +35,30 @@ def test_the_rows_of_faults_have_every_test_of_the_folder_and_none_that_does_not
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
 
 
-def test_each_row_of_the_tables_of_faults_has_its_tests():
-    rows = [int(row[1]) for line in text("docs/RELIABILITY.md").splitlines() if (row := record.ROW.match(line))]
-    assert rows == list(record.ROWS) == list(range(1, len(rows) + 1))
+def test_each_fault_has_its_number_and_its_tests():
+    assert [*record.ROWS] == [str(row) for row in range(1, len(record.ROWS) + 1)]
+    assert all(record.ROWS.values())
 
 
 def test_the_results_of_the_storm_get_into_the_rows_whose_tests_all_ran(monkeypatch):
-    page = "| 1. a | b | no |\n| 2. c | d | 1 passed |\n| 3. e | f | by hand |\n"
-    rows = {1: ["t.py::test_b", "t.py::test_c"], 2: ["t.py::test_d"], 3: []}
+    page = '[1]\nfault = "a"\nresult = "no"\n\n[2]\nresult = "1 passed"\n'
+    rows = {"1": ["t.py::test_b", "t.py::test_c"], "2": ["t.py::test_d"]}
     monkeypatch.setattr(record, "cases", Counter({"t.py::test_b": 2, "t.py::test_c": 1, "t.py::test_d": 2}))
     monkeypatch.setattr(record, "outcomes", {"t.py::test_b": Counter(passed=2), "t.py::test_d": Counter(passed=1)})
     monkeypatch.setattr(record, "counts", {"t.py::test_b": Counter(kills=1234), "t.py::test_c": Counter()})
-    assert record.with_results(page, rows) == page  # neither test_c nor the second case of test_d ran
+    assert record.with_results(page, rows) == (page, False)  # neither test_c nor the second case of test_d ran
 
     record.outcomes["t.py::test_c"] = Counter(failed=1)
-    first = page.replace("no |", "1 failed, 2 passed (1,234 kills){} |")
-    assert record.with_results(page, rows) == first.format(" *")
+    first = page.replace("no", "1 failed, 2 passed (1,234 kills){}")
+    assert record.with_results(page, rows) == (first.format(" *"), False)
     record.outcomes["t.py::test_d"] = Counter(passed=2)
     record.counts["t.py::test_d"] = Counter()
-    assert record.with_results(page, rows) == first.format("").replace("1 passed", "2 passed")
+    assert record.with_results(page, rows) == (first.format("").replace("1 passed", "2 passed"), True)
+
+    before = "a\nLast complete run: 2026-01-01, old.\nb\n"
+    assert re.fullmatch(
+        r"a\nLast complete run: .*: 1 failed, 4 passed in \d+ minutes\.\nb\n", record.with_last_run(before)
+    )
 
 
 def test_the_table_of_a_checkpoint_has_its_keys():
@@ -79,8 +84,12 @@ def test_format_version_and_address_are_the_same_everywhere():
         assert "OWNER" not in text(page), page
 
 
-def test_the_page_of_options_has_those_of_today():
-    assert options_page.with_lists(text("docs/options.md")) == text("docs/options.md"), "python -m docs.options_page"
+def test_the_site_lists_every_option_with_its_default_and_what_a_resume_does():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="options.md"))
+    shown = site_hooks.on_page_markdown(text("docs/options.md"), page, SimpleNamespace(repo_url=""))
+    assert re.findall(r"^- `--(\w+)", shown, re.MULTILINE) == [*FIELDS]
+    assert "\n- `--num_layers 12`: number of transformer blocks (*never*)\n" in shown
+    assert "\n- `--tied_head on`: " in shown
 
 
 def test_messages_that_the_page_of_troubleshooting_quotes_are_said():

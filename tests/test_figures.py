@@ -9,8 +9,7 @@ from conftest import REPO
 
 RESULTS = figures.read()
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", figures.RESULTS]
-# The lists of options are written from the code, by docs/options_page.py.
-PAGES += [f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md")) if path.name != "options.md"]
+PAGES += [f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))]
 
 # What was measured: speeds, durations, sizes, shares, factors, ranges, and losses or ratios such as 1.27.
 NUMBER = r"(?<![\w.-])[-+]?\d[\d,]*(?:\.\d+)?"

@@ -174,9 +174,12 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
         default = f.default
         if kind in (bool, str):
             default = {True: "on", False: "off", "": None}.get(default, default)
-        text = metadata["text"]
+        notes = []
         if default not in (None, dataclasses.MISSING):
-            text += f" (default: {default})"
+            notes.append(f"default: {default}")
+        if metadata["on_resume"] != "free":
+            notes.append(f"on resume: {metadata['on_resume']}")
+        text = metadata["text"] + f" ({', '.join(notes)})" * bool(notes)
         text = text.replace("%", "%%")
         if metadata["positional"]:
             group.add_argument(name, nargs=None if f.default is dataclasses.MISSING else "?", type=kind, help=text)

@@ -1,6 +1,6 @@
-"""A pytest plugin (-p record) that chooses the tests of the fault storm: those in rows.toml, which belong to the rows
-of the tables in docs/RELIABILITY.md, and those that nothing else runs. It writes their outcomes, and what they counted,
-such as kills, into the last cell of their row.
+"""A pytest plugin (-p record) that chooses the tests of the fault storm: those of the faults in rows.toml, and those
+that nothing else runs. It writes their outcomes, and what they counted, such as kills, into their row, and the outcome
+of a complete run into docs/RELIABILITY.md.
 """
 
 import collections
@@ -13,12 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "RELIABILITY.md"
-ROW = re.compile(r"\| (\d+)\. ")
+FAULTS = Path(__file__).with_name("rows.toml")
 
 # row -> its tests, as file.py::test
-ROWS: dict[int, list[str]] = {
-    int(row): tests for row, tests in tomllib.loads((Path(__file__).parent / "rows.toml").read_text()).items()
-}
+ROWS: dict[str, list[str]] = {row: fault["tests"] for row, fault in tomllib.loads(FAULTS.read_text()).items()}
 outcomes: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
 # test -> noun -> sum over the cases of the test
 counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
@@ -61,31 +59,36 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):
         return  # a worker of pytest-xdist runs only its share of the tests
-    PAGE.write_text(with_results(PAGE.read_text(), ROWS))
+    rows, is_whole = with_results(FAULTS.read_text(), ROWS)
+    FAULTS.write_text(rows)
+    if is_whole:
+        PAGE.write_text(with_last_run(PAGE.read_text()))
 
 
-def with_results(page: str, rows: dict[int, list[str]]) -> str:
-    """Return the page with the results of the rows whose tests all ran; a * marks rows of a run that lacks others."""
+def with_results(text: str, rows: dict[str, list[str]]) -> tuple[str, bool]:
+    """Return rows.toml with the results of the rows whose tests all ran, and whether these are all rows.
+
+    A * marks results of a run that lacks other rows.
+    """
     # The controller of pytest-xdist collects nothing: it knows no cases, so no test is done there.
     done = {test for test, ran in outcomes.items() if 0 < cases[test] <= ran.total() and test not in incomplete}
-    tested = {row for row, tests in rows.items() if tests}
-    complete = {row for row in tested if done.issuperset(rows[row])}
-    is_whole = complete == tested
-    lines = page.splitlines()
-    for at, line in enumerate(lines):
-        row = ROW.match(line)
-        if row and int(row[1]) in complete:
-            result = result_of(rows[int(row[1])])
-            if not is_whole:
-                result += " *"
-            lines[at] = "|".join([*line.split("|")[:-2], f" {result} ", ""])
-        if line.startswith("Last complete run: ") and is_whole:
-            lines[at] = (
-                f"Last complete run: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.system()}, "
-                f"Python {platform.python_version()}, torch {metadata.version('torch')}: "
-                f"{summary(outcomes)} in {(time.monotonic() - started_s) / 60:.0f} minutes."
-            )
-    return "\n".join(lines) + "\n"
+    complete = {row for row, tests in rows.items() if done.issuperset(tests)}
+    is_whole = complete == {*rows}
+    mark = "" if is_whole else " *"
+    for row in complete:
+        result = rf'\g<1>result = "{result_of(rows[row])}{mark}"'
+        text = re.sub(rf'^(\[{row}\]\n(?:.+\n)*?)result = ".*"$', result, text, flags=re.MULTILINE)
+    return text, is_whole
+
+
+def with_last_run(page: str) -> str:
+    where = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
+    minutes = (time.monotonic() - started_s) / 60
+    run = (
+        f"Last complete run: {time.strftime('%Y-%m-%d')}, {where}, torch {metadata.version('torch')}: "
+        f"{summary(outcomes)} in {minutes:.0f} minutes."
+    )
+    return re.sub(r"^Last complete run: .*$", run, page, flags=re.MULTILINE)
 
 
 def result_of(tests: list[str]) -> str:

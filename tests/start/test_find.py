@@ -42,7 +42,7 @@ def other_value(name: str) -> object:
 
 @pytest.mark.parametrize("name", STORED)
 def test_a_resume_treats_each_option_as_its_declaration_says(name):
-    """docs/options.md lists what each declares."""
+    """--help shows what each declares."""
     rule = FIELDS[name].metadata["on_resume"]
     old = FIELDS[name].default
     new = other_value(name)
