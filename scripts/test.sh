@@ -11,7 +11,7 @@ scripts/setup.sh test
 if [[ ${1-} == --pages ]]; then
   shift
   # Without --quiet: it hides the warnings, and then --strict does not count them.
-  site=$(NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir .venv/site 2>&1) || { echo "$site"; exit 1; }
+  site=$(NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --site-dir .venv/site 2>&1) || { echo "$site"; exit 1; }
   tests="pages and not storm"
 else
   .venv/bin/ruff check .
