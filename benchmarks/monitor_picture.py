@@ -41,6 +41,8 @@ CHARACTER, LINE = CHARACTER_HEIGHT * 0.61, CHARACTER_HEIGHT * 1.22
 def svg_of(snapshot: Snapshot) -> str:
     """Return the view of a snapshot."""
     snapshot.status["host"] = "localhost"
+    if snapshot.owner:
+        snapshot.owner = f"{snapshot.status['pid']} on localhost"
     console = Console(
         record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True, color_system="standard",
         highlight=False, legacy_windows=False,
