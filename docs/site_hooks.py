@@ -4,7 +4,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from steadygpt.base.options import kind_of
+from steadygpt.base.options import help_of
 from steadygpt.config import FIELDS
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/RESULTS.md"
@@ -38,12 +38,6 @@ def lists_of_options() -> str:
     for group, fields in groupby(FIELDS.items(), key=lambda item: item[1].metadata["group"]):
         lists += f"\n## {group.capitalize()}\n\n"
         for name, field in fields:
-            default = str(field.default)
-            if kind_of(field) is bool:
-                default = "on" if field.default else "off"
-            text = field.metadata["text"].replace("*", "\\*")
-            on_resume = field.metadata["on_resume"]
-            if on_resume != "free":
-                text += f" (*{on_resume}*)"
-            lists += f"- `{f'--{name} {default}'.strip()}`: {text}\n"
+            text = help_of(field).replace("*", "\\*")
+            lists += f"- `--{name}`: {text}\n"
     return lists

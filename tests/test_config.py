@@ -175,6 +175,7 @@ def test_help_lists_every_option(capsys):
     words = " ".join(listed.split())
     assert "tokens per step, over all ranks (default: 524288, on resume: ask)" in words
     assert "steps between log lines (default: 1)" in words
+    assert "(default: on)" in words
     assert all(f"\n{f.metadata['group']}:" in text for f in FIELDS.values())
 
 

@@ -87,8 +87,8 @@ def test_the_site_lists_every_option_with_its_default_and_what_a_resume_does():
     page = SimpleNamespace(file=SimpleNamespace(src_uri="options.md"))
     shown = site_hooks.on_page_markdown(text("docs/options.md"), page, SimpleNamespace(repo_url=""))
     assert re.findall(r"^- `--(\w+)", shown, re.MULTILINE) == [*FIELDS]
-    assert "\n- `--num_layers 12`: number of transformer blocks (*never*)\n" in shown
-    assert "\n- `--tied_head on`: " in shown
+    assert "\n- `--num_layers`: number of transformer blocks (default: 12, on resume: never)\n" in shown
+    assert "share the embedding table with the head, as in GPT-2 (default: on, on resume: never)\n" in shown
 
 
 def test_messages_that_the_page_of_troubleshooting_quotes_are_said():

@@ -121,6 +121,21 @@ def kind_of(f: dataclasses.Field) -> type:
     return f.type.__args__[0] if isinstance(f.type, types.UnionType) else f.type  # type: ignore[return-value]
 
 
+def help_of(f: dataclasses.Field) -> str:
+    """Return the text of an option, with its default and what a resume does with it."""
+    default = f.default
+    if kind_of(f) in (bool, str):
+        default = {True: "on", False: "off", "": None}.get(default, default)
+    on_resume = f.metadata["on_resume"]
+    notes = []
+    if default not in (None, dataclasses.MISSING):
+        notes.append(f"default: {default}")
+    if on_resume != "free":
+        notes.append(f"on resume: {on_resume}")
+    text = f.metadata["text"]
+    return f"{text} ({', '.join(notes)})" if notes else text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # reading the command line
 
@@ -171,16 +186,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
         kind = kind_of(f)
         # --help omits the empty groups that this adds.
         group = groups.setdefault(metadata["group"], cli.add_argument_group(metadata["group"]))
-        default = f.default
-        if kind in (bool, str):
-            default = {True: "on", False: "off", "": None}.get(default, default)
-        notes = []
-        if default not in (None, dataclasses.MISSING):
-            notes.append(f"default: {default}")
-        if metadata["on_resume"] != "free":
-            notes.append(f"on resume: {metadata['on_resume']}")
-        text = metadata["text"] + f" ({', '.join(notes)})" * bool(notes)
-        text = text.replace("%", "%%")
+        text = help_of(f).replace("%", "%%")
         if metadata["positional"]:
             group.add_argument(name, nargs=None if f.default is dataclasses.MISSING else "?", type=kind, help=text)
         if kind is bool:
