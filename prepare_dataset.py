@@ -1,14 +1,14 @@
-"""Token shards and their manifest.json, from text or token ids of the Hugging Face Hub, object stores or files.
+"""Token shards and their manifest.json, from text of the Hugging Face Hub, of object stores or of files.
 
     python prepare_dataset.py                                      # FineWeb-Edu, 10 B tokens, GPT-2's vocabulary
     python prepare_dataset.py --source stdlib --tokenizer bytes    # nothing to download
     python prepare_dataset.py --source 'corpus/*.jsonl.gz' --text_field content --out data/corpus
     python prepare_dataset.py --source corpus/ --tokenizer bpe:32768               # trains a tokenizer first
-    python prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2        # token ids, or text, of a store
+    python prepare_dataset.py --source stories.txt --separator '<|endoftext|>'     # many documents in one text
 
-Workers encode units of text, which depend only on the files. About every fortieth piece of text goes to the validation
-split, whatever the tokenizer. So the shards are byte-identical for any number of workers, and after a kill the same
-command resumes with the unit after the last shard.
+Workers encode units of text, which depend only on the files. About a fortieth of the text, in pieces, goes to the
+validation split, the same for every tokenizer. So the shards are byte-identical for any number of workers, and after a
+kill the same command resumes with the unit after the last shard.
 """
 
 import steadygpt.launch  # noqa: F401  # before all others
@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 
@@ -35,7 +36,6 @@ from steadygpt.base.text import bytes_text, counted
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, token_dtype
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
-    GPT2_TOKENIZER,
     TOKENIZER_JSON,
     TokenizerRecord,
     check_known,
@@ -46,16 +46,17 @@ from steadygpt.data.tokenizer import (
     vocab_size_to_train,
 )
 from steadygpt.machine.host import usable_cores
-from steadygpt.prepare.documents import PIECE_BYTES, Block, Wanted, suffix_of
-from steadygpt.prepare.encode import Encoded
-from steadygpt.prepare.manifest import Manifest
+from steadygpt.prepare.documents import PIECE_BYTES, Block, suffix_of
+from steadygpt.prepare.encode import Encoded, encode
+from steadygpt.prepare.manifest import CorpusOptions, Manifest
 from steadygpt.prepare.sources import FINEWEB_EDU, Source, find_source
 from steadygpt.prepare.train_tokenizer import TRAINING_BYTES, train_tokenizer
+from steadygpt.prepare.validation import ValidationSample
 from steadygpt.prepare.workers import map_in_order
 from steadygpt.prepare.writer import write_shards
 
 DESCRIPTION = (
-    "Write token shards from text or token ids in files, object stores, the Hugging Face Hub or Python's library. The "
+    "Write token shards from text in files, object stores, the Hugging Face Hub or Python's library. The "
     "default, 10 B tokens of FineWeb-Edu, reads 27 GB over the network and needs 20 GB of disk, and "
     "0.5 GB of memory plus 0.14 GB per worker. After an interruption, run the same command again to resume."
 )
@@ -71,37 +72,11 @@ LARGE_CONTEXT = 1024  # of the default model
 
 
 @dataclass(frozen=True)
-class PrepareOptions:
-    source: str = option(
-        "fineweb-edu",
-        "fineweb-edu, stdlib, hf:NAME[@REVISION][:CONFIG], or a file, folder or glob, on this machine or in an object "
-        "store ('gs://bucket/*.npz'); .npz, .npy and .bin files hold token ids",
-        no_password=True,
-    )
-    max_files: int | None = option(None, "use the first N files, sorted by name (default: all)", at_least=1)
-    tokenizer: str = option(
-        "",
-        "gpt2, bytes or another tiktoken name; bpe:N to train one of N tokens on the source; hf:NAME[@REVISION] "
-        "or the path of a tokenizer.json or its folder (default: gpt2). For token ids, the one that wrote them, or "
-        "ids:N if only the number of ids is known",
-    )
-    tokenizer_bytes: int | None = option(
-        None,
-        f"bytes of text to train bpe:N on, from the beginnings of the files (default: {TRAINING_BYTES:,})",
-        at_least=1,
-    )
-    document_token: str = option("", f"special token to put before each document (default: {END_OF_TEXT})")
-    shard_size: int = option(100_000_000, "tokens per shard, at most", at_least=1, at_most=2**31)
-    val_share: float | None = option(
-        None, "share of the val split, spread over the source; 0 for none (default: 1/40, at most 400 MB)",
-        at_least=0, at_most=0.5,
-    )  # fmt: skip
+class PrepareOptions(CorpusOptions):
     num_workers: int | None = option(
-        None, "number of worker processes (default: one per core; 1 for token ids)", at_least=1, at_most=1024
+        None, "number of worker processes (default: one per core)", at_least=1, at_most=1024
     )
     out: str = option("", f"folder for the shards (default: data/NAME; for fineweb-edu {DEFAULT_FOLDER})")
-    name: str = option("", "prefix of the shards' file names (default: the last part of --source)")
-    text_field: str = option("text", "JSON field or column with a document's text, or array in an .npz file")
 
 
 def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
@@ -140,32 +115,24 @@ def default_name(source: str) -> str:
 
 def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tuple[TokenizerRecord, int]:
     """Return the record of --tokenizer and its number of ids, and write its tokenizer.json, if it has one, to `out`."""
-    name = options.tokenizer or "gpt2"
-    document_token = options.document_token or END_OF_TEXT
+    name = options.tokenizer
+    document_token = options.document_token
     is_trained = name.startswith("bpe:")
     if options.tokenizer_bytes and not is_trained:
         raise UserError(f"--tokenizer_bytes is for --tokenizer bpe:N, found {name}; drop it")
     if is_trained and document_token != END_OF_TEXT:
         raise UserError(f"--document_token is {document_token!r}, but {name} has only {END_OF_TEXT}; drop it")
-    if source.holds_ids and (is_trained or not options.tokenizer):
-        raise UserError(
-            f"{source.files[0].path}: holds token ids; name the tokenizer that wrote them with --tokenizer, such as "
-            "gpt2"
-        )
-    if source.holds_ids and name == "gpt2":
-        return GPT2_TOKENIZER, vocab_size_of(GPT2_TOKENIZER)  # needs no vocabulary
     if is_trained:
         limit = options.tokenizer_bytes or TRAINING_BYTES
-        text = train_tokenizer(source, options.text_field, vocab_size_to_train(name), limit)
+        text = train_tokenizer(source, options.wanted, vocab_size_to_train(name), limit)
         record = TokenizerRecord(name, tokenizer_json=text)
     else:
         record = replace(record_named(name), document_token=document_token)
-    if not source.holds_ids:
-        tokenizer = load_tokenizer(record)
-        _ = tokenizer.document_id  # raises if it has no such token
-        if not tokenizer.encoding:
-            say(f"{name}: the library tokenizers encodes, about 6 times slower than tiktoken with GPT-2's or Llama 3's")
-        record = replace(record, tokenizer_sha256=tokenizer.sha256)
+    tokenizer = load_tokenizer(record)
+    _ = tokenizer.document_id  # raises if it has no such token
+    if not tokenizer.encoding:
+        say(f"{name}: the library tokenizers encodes, about 6 times slower than tiktoken with GPT-2's or Llama 3's")
+    record = replace(record, tokenizer_sha256=tokenizer.sha256)
     if record.is_file:
         path = out / TOKENIZER_JSON
         content = record.tokenizer_json.encode()
@@ -190,25 +157,20 @@ def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
     piece_bytes = PIECE_BYTES
     if val_share:
         piece_bytes = max(LEAST_PIECE, min(PIECE_BYTES, source.size // PIECES))
-    tokenizer_bytes = 0
-    if record.tokenizer.startswith("bpe:"):
-        tokenizer_bytes = options.tokenizer_bytes or TRAINING_BYTES
     manifest = Manifest(
-        source=options.source,
-        name=options.name,
+        options=CorpusOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(CorpusOptions)}),
         tokenizer=record.tokenizer,
         tokenizer_sha256=record.tokenizer_sha256,
-        tokenizer_bytes=tokenizer_bytes,
         document_token=record.document_token,
-        shard_size=options.shard_size,
-        val_share=val_share,
+        vocab_size=vocab_size,
+        dtype=token_dtype(vocab_size).name,
         piece_bytes=piece_bytes,
-        text_field=options.text_field,
+        validation=ValidationSample(val_share),
         commit=source.commit,
         files=source.fingerprint,
         versions=source.versions,
-        vocab_size=vocab_size,
-        dtype=token_dtype(vocab_size).name,
+        size=source.size,
+        left_out={lost.reason: lost.num_bytes for lost in source.left_out if lost.num_bytes},
     )
     manifest.save(out)  # before any shard, because shards without a manifest are refused
     return manifest
@@ -237,14 +199,14 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
     name = options.source
     if name == "fineweb-edu":
         name = FINEWEB_EDU
-    begun = Manifest.load(out, vars(options))
+    begun = Manifest.load(out, options)
     if begun and begun.complete and begun.commit:  # the Hub is not asked without need
         print(f"{out}: already complete")
         return begun
     commit = begun.commit if begun and begun.shards else ""
     source = find_source(name, commit, options.max_files, out)
-    for note in source.notes:
-        say(note)
+    for left_out in source.left_out:
+        say(f"{source.name}: left out {left_out}")
     begun = continued(begun, source, out)
     if begun and begun.complete:
         print(f"{out}: already complete")
@@ -260,7 +222,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         if not name.startswith("hf:"):  # a commit of the Hub does not change
             check_unchanged(source, find_source(name, "", options.max_files, out), out)
     except UserError:
-        kept = Manifest.load(out, vars(options))
+        kept = Manifest.load(out, options)
         if kept is None or not kept.shards:  # nothing is written, so nothing has to be the same next time
             (out / MANIFEST).unlink(missing_ok=True)
             if not had_tokenizer:
@@ -300,20 +262,19 @@ def check_unchanged(source: Source, now: Source, out: Path) -> None:
 def write_missing(source: Source, manifest: Manifest, out: Path, workers: int) -> Manifest:
     """Write the shards that a manifest lacks, and return the manifest, which is not complete yet."""
     initial = sum(file.size for file in source.files[: manifest.next.file])
-    desc = "reading ids" if source.holds_ids else "tokenizing"
-    if source.holds_ids:  # ids are checked as fast as a worker would receive them
-        workers = 1
-    units = source.units(Wanted(manifest.text_field, manifest.vocab_size), manifest.next)
+    wanted = manifest.options.wanted
+    units = source.units(wanted, manifest.next)
+    encode_unit = partial(
+        encode, record=manifest.tokenizer_record(), out=out, vocab_size=manifest.vocab_size, wanted=wanted,
+        piece_bytes=manifest.piece_bytes,
+    )  # fmt: skip
     with (
-        ProgressBar(desc=desc, total=source.size, initial=initial, unit="B") as bar,
-        closing(map_in_order(manifest.encoder(out), units, workers)) as encoded,
+        ProgressBar(desc="tokenizing", total=source.size, initial=initial, unit="B") as bar,
+        closing(map_in_order(encode_unit, units, workers)) as encoded,
     ):
         manifest = write_shards(show_progress(encoded, bar, source), out, manifest, len(source.files))
-    if source.holds_ids and not manifest.documents:
-        say(
-            f"warning: {source.name}: 0 document tokens ({manifest.document_token}) among the ids; the model will not "
-            "learn where documents end. Write the ids with one before each document"
-        )
+    if wanted.separator and manifest.documents <= len(source.files):
+        say(f"warning: {source.name}: no text contains the separator '{manifest.options.separator}'")
     return manifest
 
 
@@ -328,7 +289,7 @@ def next_command(manifest: Manifest, out: Path) -> str:
         say(f"warning: only {least:,} tokens to train on; expected millions. The command below has a short context")
         flags += f" --context_length {context}"
     if not any(shard["split"] == "val" and shard["tokens"] > context for shard in manifest.shards):
-        if manifest.val_share:
+        if manifest.validation.share:
             say(f"warning: fewer tokens for validation than a row of {context}; the command below does without it")
         flags += " --eval_freq 0"
     if is_small:
@@ -358,6 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{manifest.counts()}\n{shards[1]} ({manifest.tokens_of('val') / manifest.tokens:.1%} of the tokens) and "
         f"{shards[0]} in {out} ({time.monotonic() - start_s:.1f} s)\n{next_command(manifest, out)}"
     )
+    for warning in manifest.warnings():
+        say(f"warning: {warning}")
     return 0
 
 

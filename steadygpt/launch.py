@@ -9,7 +9,7 @@ import signal
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-FOLDERS = (ROOT, f"{ROOT}/scripts", f"{ROOT}/docs", f"{ROOT}/steadygpt/prepare")  # of commands
+FOLDERS = (ROOT, f"{ROOT}/scripts", f"{ROOT}/docs")  # of commands
 PACKAGES = ("torch", "numpy", "tiktoken", "msgspec", "tqdm")
 
 

@@ -89,12 +89,6 @@ def write_rows(path: str, texts: Iterable[object]) -> None:
     Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def npz(save=np.savez_compressed, **arrays: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    save(file, **arrays)
-    return file.getvalue()
-
-
 def npy(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array)

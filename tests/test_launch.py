@@ -53,7 +53,7 @@ def test_ctrl_c_while_python_imports_ends_a_command_in_silence(name, tmp_path):
     assert ended
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "-m steadygpt.prepare.lines"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_python_without_the_packages_is_named_in_one_line(command):
     words = [sys.executable, "-S", *command.split(), "--help"]
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True)

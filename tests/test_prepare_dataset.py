@@ -6,12 +6,10 @@ import gzip
 import json
 import os
 import re
-import shlex
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -20,7 +18,6 @@ from prepared import (
     files_of,
     ids_expected,
     ids_of,
-    npy,
     prepare,
     refused,
     small_units,  # noqa: F401
@@ -32,7 +29,7 @@ from test_tokenizer_json import byte_tokenizer
 import prepare_dataset
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT
-from steadygpt.prepare import lines, writer
+from steadygpt.prepare import writer
 from steadygpt.prepare.manifest import Manifest
 from steadygpt.prepare.sources import find_source
 
@@ -68,10 +65,11 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
         ShardSet.find("", "out", split).check(manifest["vocab_size"])
     before = {path: path.stat().st_mtime_ns for path in Path("out").glob("[!.]*")}
     capsys.readouterr()
-    prepare("docs.jsonl", flags="--shard_size 220")  # --val_share is that of the first start
+    prepare("docs.jsonl", flags="--shard_size 220 --val_share 0.1")
     assert {path: path.stat().st_mtime_ns for path in Path("out").glob("[!.]*")} == before
-    complete, read, found, next_command = capsys.readouterr().out.splitlines()
+    complete, size, read, found, next_command = capsys.readouterr().out.splitlines()
     assert complete == "out: already complete"
+    assert size == "read 2.28 kB"
     assert read == "40 documents, 8 <|endoftext|> inside texts encoded as text, 1,792 tokens"
     assert re.match(r"1 val shard \(1\d\.\d% of the tokens\) and 8 train shards in out \(", found)
     folders = "--data_dir out --context_length 128 --checkpoint_dir checkpoints/out"
@@ -88,7 +86,7 @@ def test_a_large_vocabulary_is_stored_as_uint32():
 def test_shards_of_a_different_preparation_are_refused_and_kept():
     prepare("docs.jsonl", flags="")
     before = files_of("out")
-    refused("--source docs.jsonl --shard_size 100", "out: ", "shard_size 100000000", " 100;", "--out")
+    refused("--source docs.jsonl --shard_size 100", "out: ", "--shard_size 100000000, and now 100.", "--out")
     refused("--source docs.jsonl --text_field body", "out: ", "text_field 'text'", "'body'", "--out")
     write_rows("docs.jsonl", [*TEXTS, "more"])
     refused("--source docs.jsonl", "out: ", " 1 ", "docs.jsonl", "--out")
@@ -189,15 +187,17 @@ def test_skipped_rows_are_counted_and_named(capsys):
     ]  # fmt: skip
     long_row = b'{"text": "%s"}' % (b"a long document \xff " * 200)
     write({"in/a.jsonl": "\n".join(lines) + "\n", "in/b.jsonl": long_row, "in/c.jsonl": ""})
+    write({"in/d.jsonl": '{"text": "more"}\n' * 9})
     manifest = prepare("in")
-    assert ids_of() == ids_expected(["good \ufffd", "end", "a long document \ufffd " * 200])
-    assert (manifest["documents"], manifest["repaired"], manifest["skipped"]) == (3, 201, 5)
+    assert ids_of() == ids_expected(["good \ufffd", "end", "a long document \ufffd " * 200, *["more"] * 9])
+    counts = [manifest[name] for name in ("documents", "repaired", "skipped", "empty")]
+    assert counts == [12, 201, 4, 1]
     captured = capsys.readouterr()
     assert "a.jsonl, byte 24: not JSON" in captured.err and "no text" not in captured.err
     assert "a.jsonl, byte 45: int, not a string" in captured.err
     assert "a.jsonl, byte 57: null, not a string" in captured.err
     assert "a.jsonl, byte 72: no field 'text', found other; set --text_field" in captured.err
-    assert "3 documents, 5 rows skipped, 201 invalid characters replaced" in captured.out
+    assert "12 documents, 1 row without text, 4 rows skipped, 201 invalid characters replaced" in captured.out
 
 
 @pytest.mark.parametrize(("bad", "is_converted"), [
@@ -208,7 +208,7 @@ def test_only_rows_that_are_not_one_a_line_are_left_to_the_converter(bad, is_con
     assert prepare("in")["skipped"] == 1
     said = capsys.readouterr().err
     assert "a.jsonl, byte 126: " in said
-    assert ("steadygpt.prepare.lines" in said) == is_converted
+    assert ("datasets.load_dataset" in said) == is_converted
 
 
 def test_a_first_line_without_text_is_skipped_in_later_files():
@@ -222,11 +222,11 @@ def test_texts_that_spell_the_document_token_are_counted_and_can_be_split(capsys
     write({"in/0.txt": "no such text", "in/a.txt": END_OF_TEXT.join(stories)})
     assert prepare("in")["spelled"] == {END_OF_TEXT: 2}
     said = capsys.readouterr()
-    assert "in/a.txt: contains <|endoftext|>, which is encoded as text. If it separates documents" in said.err
+    assert "in/a.txt: contains <|endoftext|>, which is encoded as text. If it separates documents, use" in said.err
     assert "2 documents, 2 <|endoftext|> inside texts encoded as text, " in said.out
-    assert lines.main(shlex.split(said.err.split("write each as a row: ")[1].splitlines()[0])[3:]) == 0
-    prepare("in/a.jsonl", "split")
-    assert ids_of("split") == ids_expected(stories)
+    separator = re.search("use (--separator '.*')", said.err)[1]
+    prepare("in", "split", f"{separator} --val_share 0")
+    assert ids_of("split") == ids_expected(["no such text", *stories])
 
 
 def test_progress_may_be_disabled(monkeypatch, capsys):
@@ -249,28 +249,27 @@ def test_a_full_disk_is_reported_with_path_and_bytes(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["append", "shorten", "overwrite"])
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt", "npy"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt"])
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.usefixtures("small_units")
 def test_a_file_that_changes_while_it_is_read_is_named(monkeypatch, kind, change, calls):
     texts = [f"{number} {'word ' * 90}" for number in range(30)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     contents = {"jsonl": lines, "jsonl.gz": gzip.compress(lines, 0), "parquet": parquet(texts), "txt": lines}
-    contents["npy"] = npy(np.arange(9000, dtype="<u2") % 256)
     path = Path(f"a.{kind}")
     path.write_bytes(contents[kind])
-    add = Manifest.add
+    count = Manifest.count
     countdown = [calls]
 
-    def add_and_change(manifest, unit, encoded):
+    def count_and_change(manifest, unit, encoded):
         countdown[0] -= 1
         if countdown[0] == 0:
             content = path.read_bytes()
             changed = {"append": content + content[-400:], "shorten": content[:-200], "overwrite": content}
             path.write_bytes(changed[change])
-        return add(manifest, unit, encoded)
+        return count(manifest, unit, encoded)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "add", add_and_change)
+        patch.setattr(Manifest, "count", count_and_change)
         refused(f"--source a.{kind} --val_share 0", f"a.{kind}: ")
     assert not Path("out/manifest.json").exists() or not json.loads(Path("out/manifest.json").read_text())["complete"]

@@ -8,30 +8,27 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from prepared import npy, npz, prepare, refused, write_rows
+from prepared import npy, prepare, refused, write_rows
 from standin import CORPUS, TEXTS, corpus, parquet
 from test_tokenizer_json import byte_tokenizer
 
 from steadygpt.network import stores
 
 IDS = np.random.default_rng(0).integers(0, 257, 5000)
-LLMC = np.array([20240520, 1, len(IDS)] + [0] * 253, "<i4").tobytes() + IDS.astype("<u2").tobytes()
 CORPUS_FILES = corpus()
 NUMBERS, PARQUET = parquet(list(range(3000))), parquet(TEXTS)
-BAD = np.array([*range(200), 257, 3])
 
 
 @pytest.fixture
 def inputs(standin, monkeypatch):
     """One of each input, in the working directory and on the Hub."""
     monkeypatch.setattr(stores, "BLOCK_BYTES", 1000)
-    for folder in ("empty", "ids", "both", "foreign", "own"):
+    for folder in ("empty", "ids", "foreign", "own"):
         Path(folder).mkdir()
     write_rows("docs.jsonl", ["one", "the second one", "third " * 30, "fourth\n", "5"] * 8)
-    for name in ("image.png", "empty.txt", "empty.json", "both/b.txt"):
+    for name in ("image.png", "empty.txt", "empty.json"):
         Path(name).touch()
     Path("ids/ids.npy").write_bytes(npy(IDS))
-    Path("both/a.npz").write_bytes(npz(ids=IDS))
     Path("foreign/x_train_000000.npy").touch()
     Path("loop").symlink_to("loop")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 100}), "0.parquet")
@@ -63,8 +60,7 @@ AT_ONCE = [
     ("--source '[01].parquet'", ("1.parquet", "'text'", "content", TEXT_FIELD)),
     ("--source '[02].parquet'", ("2.parquet", "Git LFS", "git lfs pull")),
     ("--source nothing://x/y", ("nothing://x/y", "Protocol not known", "s3://...")),
-    ("--source both", ("both/b.txt", "both/a.npz", "--source 'both/**/*.txt'", "--source 'both/**/*.npz'")),
-    ("--source ids --tokenizer ''", ("ids/ids.npy", "--tokenizer", "gpt2")),
+    ("--source ids", ("ids/ids.npy", "token ids", "--data_dir ids of train.py", "docs/data.md#token-ids")),
     (f"{DOCS} --text_field body", ("docs.jsonl", "'body'", TEXT_FIELD)),
     (f"{DOCS} --shard_size 1{17 * '0'}", ("--shard_size", "100,000,000,000,000,000", "2,147,483,648")),
     (f"{DOCS} --shard_size 0", ("--shard_size", " 0", "2,147,483,648")),
@@ -106,7 +102,6 @@ LATER = [
     (f"{DOCS} --tokenizer bpe:300 --document_token <s>", ("--document_token", "'<s>'", "bpe:300", "<|endoftext|>")),
     (f"{DOCS} --tokenizer bpe:260 --out own", ("own/tokenizer.json", "--tokenizer bpe:260")),
     (f"{DOCS} --tokenizer_bytes 9", ("--tokenizer_bytes", "--tokenizer ", " bytes")),
-    ("--source ids --tokenizer bpe:300", ("ids/ids.npy", "--tokenizer", "gpt2")),
     ("--source empty.txt --tokenizer bpe:300", ("empty.txt",)),
 ]
 
@@ -149,23 +144,6 @@ ZSTD = pyarrow.compress(ROW * 9999, "zstd", asbytes=True)
     ("a.md", "по-русски ".encode("cp1251") * 99, NOT_TEXT),
     ("a.jsonl.gz", b"no gzip", ("a.jsonl.gz, byte 0", "JSON")),
     ("a.jsonl.zst", ZSTD[:-9], ("OSError: Truncated compressed stream",)),
-    # token ids
-    ("a.npz", npz(ids=BAD), (" 257", "--tokenizer")),
-    ("a.npz", npz(ids=BAD - 1 - 2 * BAD), (" -1", " 257", "--tokenizer")),
-    ("a.bin", BAD.astype("<u2").tobytes(), (" 257", "--tokenizer")),
-    ("a.bin", b"123", (" 3 ", "uint16")),
-    ("a.bin", LLMC[:-2], ("ValueError",)),
-    ("a.npz", npz(ids=IDS / 2), ("float64", "(5000,)")),
-    ("a.npz", npz(ids=IDS.reshape(5, 10, 100)), ("int64", "(5, 10, 100)")),
-    ("a.npz", npz(ids=np.asfortranarray(IDS.reshape(5, 1000))), ("int64", "(5, 1000)", "Fortran")),
-    ("a.npz", npz(a=IDS, b=IDS), ("a, b", "--text_field")),
-    ("a.npz", npz(ids=IDS)[:-100], ("BadZipFile",)),
-    ("a.npy", npy(IDS)[:-100], ("ValueError",)),
-    ("a.npy", npy(IDS[:1]).replace(b"(1,), }   ", b"(True,), }"), ("int64", "(True,)")),
-    ("a.npy", npy(IDS).replace(b"(5000,), }  ", b"(-2, -3), } "), ("int64", "(-2, -3)")),
-    ("a.npy", npy(IDS).replace(b"(5000,), }" + b" " * 20, b"(4294967296, 4294967296), }   "), ("ValueError",)),
-    ("a.npy", IDS.astype("<u2").tobytes(), (".npy", "train.bin", "val.bin")),
-    ("a.npy", npy(np.zeros(5, [("id", "<i4"), ("weight", "<f4")])), ("('weight', '<f4')", "(5,)")),
 ])  # fmt: skip
 def test_an_unusable_file_is_named(name, content, facts, tmp_path):
     Path(name).write_bytes(content)

@@ -14,7 +14,6 @@ from prepared import (
     files_of,
     ids_expected,
     ids_of,
-    npz,
     prepare,
     prepare_interrupted,
     prepare_stopped,
@@ -41,8 +40,7 @@ SOURCES = {
     "late rows that a new preparation refuses": ("late", "--shard_size 3000", 9, 301),
     "lines, many val shards": ("lines.jsonl", "--shard_size 131 --val_share 0.3", 6, 22),
     "one text, many val shards": ("text.txt", "--shard_size 400 --val_share 0.3", 6, 1),
-    "ids": ("ids.npz", "--shard_size 333 --val_share 0.1", 13, 0),
-    "a file that is damaged late": ("damaged", "--shard_size 300", 9, 300),
+    "a file that is damaged late": ("damaged", "--shard_size 5000", 9, 1350),
     "a trained tokenizer, a folder whose name is not UTF-8": ("bytes", TRAINED, 3, 400),
     "CSV of the Hub, by its copy in Parquet": ("hf:some/csv", HUB, 2, 900),
     "lines of the Hub": ("hf:some/lines", HUB, 2, 900),
@@ -55,7 +53,8 @@ def sources(standin, monkeypatch) -> None:
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
     for folder in ("mixed", "late", "damaged", f"bytes/{BYTES_FOLDER}"):
         os.makedirs(folder)
-    Path("mixed/a.jsonl").write_text('{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n{"text": 1}\n' * 99)
+    rows = '{"text": "one"}\n{broken\n' + '{"text": "caf\\udce9"}\n' * 99 + '{"text": 1}\n' * 50
+    Path("mixed/a.jsonl").write_text(rows)
     write_rows("mixed/c.jsonl", ("word " * n for n in range(30)))
     write_rows("long.jsonl", ("a" * n for n in (9, 500, 9)))
     # Rows without text, and with little text beside other fields, which only a new preparation checks.
@@ -64,10 +63,9 @@ def sources(standin, monkeypatch) -> None:
     Path("late/b.jsonl").write_text((json.dumps({"text": None, "meta": "m" * 9000}) + "\n") * 100 + row)
     write_rows("lines.jsonl", ["short", LONG[:1000], *TEXTS[:20]])
     Path("text.txt").write_text(LONG[:9000])
-    Path("ids.npz").write_bytes(npz(input_ids=np.random.default_rng(0).integers(0, 256, (50, 100))))
-    Path("damaged/a.jsonl").write_text(row * 150)
+    Path("damaged/a.jsonl").write_text(row * 600)
     Path("damaged/b.jsonl.gz").write_bytes(gzip.compress(row.encode() * 150 + os.urandom(50_000))[:-1000])
-    Path("damaged/c.jsonl").write_text(row * 150)
+    Path("damaged/c.jsonl").write_text(row * 600)
     Path("bytes", BYTES_FOLDER, "a.parquet").write_bytes(parquet(TEXTS))
     csv = "text,number\n" + "".join(f'"{text}",1\n' for text in HUB_TEXTS[:900])
     standin.put("datasets/some/csv", {"data/train.csv": csv.encode()})

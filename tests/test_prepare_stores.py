@@ -1,6 +1,7 @@
 """Tests of prepare_dataset.py with the Hub and object stores, and of its behaviour when these fail."""
 
 import http.server
+import random
 import re
 import subprocess
 import sys
@@ -11,11 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from conftest import REPO, refusal
 from fsspec.registry import _registry
-from prepared import files_of, ids_expected, ids_of, npz, prepare, prepare_stopped, refused
+from prepared import files_of, ids_expected, ids_of, prepare, prepare_stopped, refused
 from standin import CARD, CORPUS, Server, corpus, parquet
 from standin import TEXTS as ALL_TEXTS
 from test_hub import retries
@@ -31,9 +31,9 @@ HUB_FILES = corpus(TEXTS)
 OF_HUB = "--val_share 0 --shard_size 80000 --name texts"
 FINE = "--val_share 0 --shard_size 30000"
 CORPUS_PART = "hf:some/corpus:part"
-IDS = np.random.default_rng(0).integers(0, 257, 48_000)
-STORE_FILES = {f"part{number}.npz": npz(np.savez, ids=part) for number, part in enumerate(np.split(IDS, 3))}
-OF_STORE = "--val_share 0 --shard_size 24000 --name ids"
+LONG_TEXTS = ["".join(random.Random(number).choices("ab cd\n", k=130_000)) for number in range(3)]
+STORE_FILES = {f"part{number}.txt": text.encode() for number, text in enumerate(LONG_TEXTS)}
+OF_STORE = "--val_share 0 --shard_size 200000 --name texts"
 
 
 class Network(NamedTuple):
@@ -65,7 +65,7 @@ def small_blocks(monkeypatch) -> None:
 
 
 def fill(store: Server, monkeypatch) -> Server:
-    """Put token ids into a bucket; requests become small, and pauses short."""
+    """Put texts into a bucket; requests become small, and pauses short."""
     small_blocks(monkeypatch)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 100_000)
     monkeypatch.setattr(retry, "sleep", lambda _: None)
@@ -77,7 +77,7 @@ def fill(store: Server, monkeypatch) -> Server:
 
 @pytest.fixture
 def bucket(store, monkeypatch) -> Server:
-    """A bucket with token ids, and an empty working directory."""
+    """A bucket with texts, and an empty working directory."""
     return fill(store, monkeypatch)
 
 
@@ -90,7 +90,7 @@ def network(request, hub, monkeypatch) -> Network:
             hub, CORPUS_PART, OF_HUB, "GET .*part/1.parquet", "hf://datasets/some/corpus@[0-9a-f]*/part/1.parquet"
         )
     bucket = fill(request.getfixturevalue(request.param), monkeypatch)
-    return Network(bucket, f"{bucket.url}/*.npz", OF_STORE, r"GET .*part2\.npz.* bytes", f"{bucket.url}/part2.npz")
+    return Network(bucket, f"{bucket.url}/*.txt", OF_STORE, r"GET .*part2\.txt.* bytes", f"{bucket.url}/part2.txt")
 
 
 def shards_of(out) -> dict[str, str]:
@@ -103,7 +103,7 @@ def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
     folder, found = tmp_path_factory.mktemp("local"), {}
     for flags, files in ((OF_HUB, HUB_FILES), (OF_STORE, STORE_FILES)):
         for name, data in files.items():
-            if name.endswith((".npz", "parquet")) and not name.startswith("other"):
+            if name.endswith((".txt", "parquet")) and not name.startswith("other"):
                 (folder / flags / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / flags / name).write_bytes(data)
         with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def local_shards(tmp_path_factory) -> dict[str, dict[str, str]]:
             prepare(str(folder / flags), str(folder / f"out{flags}"), flags)
         found[flags] = shards_of(folder / f"out{flags}")
     assert ids_of(folder / f"out{OF_HUB}") == ids_expected(TEXTS)
-    assert ids_of(folder / f"out{OF_STORE}") == IDS.tolist()
+    assert ids_of(folder / f"out{OF_STORE}") == ids_expected(LONG_TEXTS)
     return found
 
 
@@ -274,9 +274,9 @@ def test_text_in_a_bucket_is_tokenized(store):
 
 
 def test_a_file_that_changed_between_two_starts_is_found(bucket):
-    prepare_stopped(f"{bucket.url}/*.npz", "out", OF_STORE, before=1)
-    bucket.put("part1.npz", npz(np.savez, ids=IDS[:16_000]))  # of the same size
-    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", "out: ", " 3 ", "/*.npz", "--out")
+    prepare_stopped(f"{bucket.url}/*.txt", "out", OF_STORE, before=1)
+    bucket.put("part1.txt", STORE_FILES["part0.txt"])  # of the same size
+    refused(f"--source '{bucket.url}/*.txt' {OF_STORE}", "out: ", " 3 ", "/*.txt", "--out")
 
 
 def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
@@ -284,11 +284,11 @@ def test_a_file_that_changes_while_it_is_read_is_found(bucket, monkeypatch):
 
     def list_then_change(store):
         found = files(store)
-        bucket.put("part2.npz", STORE_FILES["part1.npz"])
+        bucket.put("part2.txt", STORE_FILES["part1.txt"])
         return found
 
     monkeypatch.setattr(stores.Store, "files", list_then_change)
-    refused(f"--source '{bucket.url}/*.npz' {OF_STORE}", f"{bucket.url}/part2.npz")
+    refused(f"--source '{bucket.url}/*.txt' {OF_STORE}", f"{bucket.url}/part2.txt")
 
 
 LOG_IN = {"s3": "AWS_ACCESS_KEY_ID", "gs": "`gcloud auth application-default login`"}
@@ -299,7 +299,7 @@ def test_mistakes_and_a_store_that_refuses_or_never_answers_are_reported_in_one_
     url, log_in = bucket.url, LOG_IN[bucket.scheme]
     for flags, facts in (
         (f"'{url}/*.npy'", (f"--source {url}/*.npy", "hf:NAME")),
-        (f"'{url}x/*.npz'", (f"{url}x/*.npz",)),
+        (f"'{url}x/*.txt'", (f"{url}x/*.txt",)),
         (f"{url}x", (f"{url}x",)),
     ):
         refused(f"--source {flags}", *facts)
@@ -307,12 +307,12 @@ def test_mistakes_and_a_store_that_refuses_or_never_answers_are_reported_in_one_
     capsys.readouterr()
     for match, how, facts, kind in (
         ("GET", {"status": 401}, (log_in,), UserError),
-        ("GET .*part1.npz", {"status": 403}, ("/part1.npz", log_in), UserError),
-        ("", {"drop_after": 0}, ("/*.npz",), retry.NoAnswer),
+        ("GET .*part1.txt", {"status": 403}, ("/part1.txt", log_in), UserError),
+        ("", {"drop_after": 0}, ("/*.txt",), retry.NoAnswer),
     ):
         bucket.faults.clear()
         bucket.fail(match, times=-1, **how)
-        refused(f"--source '{url}/*.npz' --out refused", url, *facts, kind=kind)
+        refused(f"--source '{url}/*.txt' --out refused", url, *facts, kind=kind)
         assert not [line for line in retries(capsys) if url in line]
     assert not [path for path in Path("out").glob("*") if path.name != ".lock"]
 
@@ -334,7 +334,7 @@ def test_a_missing_package_is_named(url, package, monkeypatch):
 
 @pytest.mark.storm
 def test_sigterm_ends_a_preparation_and_the_same_command_continues(bucket, local_shards):
-    flags = f"--source {bucket.url}/*.npz --tokenizer bytes --num_workers 1 --out out {OF_STORE}".split()
+    flags = f"--source {bucket.url}/*.txt --tokenizer bytes --num_workers 1 --out out {OF_STORE}".split()
     command = [sys.executable, str(REPO / "prepare_dataset.py"), *flags]
     bucket.fail("GET .*npz.* bytes", times=-1, bytes_per_s=400_000)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -344,5 +344,5 @@ def test_sigterm_ends_a_preparation_and_the_same_command_continues(bucket, local
     errors = process.communicate(timeout=20)[1]
     assert (process.returncode, errors.splitlines()[-1]) == (130, "stopped; run the same command again to resume")
     bucket.faults.clear()
-    prepare(f"{bucket.url}/*.npz", "out", OF_STORE)
+    prepare(f"{bucket.url}/*.txt", "out", OF_STORE)
     assert shards_of("out") == local_shards[OF_STORE]

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import REPO, load, reference_model, refusal, run_here
 from ground import metrics
+from hypothesis import given
+from hypothesis import strategies as st
 from prepared import (
     files_of,
     ids_of,
@@ -34,8 +36,9 @@ from steadygpt.base.options import UserError
 from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer, record_named
 from steadygpt.network import stores
 from steadygpt.prepare import documents
+from steadygpt.prepare.documents import Wanted
 from steadygpt.prepare.sources import find_source
-from steadygpt.prepare.train_tokenizer import choose_texts
+from steadygpt.prepare.train_tokenizer import LONGEST_WORD, choose_texts, cut_words
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "with", "another", "cat's", "naïve", "hat", "12345", "\n"]
 TEXTS = [" ".join(random.Random(number).choices(WORDS, k=60)) for number in range(300)]
@@ -50,7 +53,7 @@ def docs(folder) -> None:
 
 
 def chosen_texts(source, limit: int) -> list[str]:
-    return list(choose_texts(source, "text", limit))
+    return list(choose_texts(source, Wanted(), limit))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,12 +133,20 @@ def test_a_file_from_the_hub_and_from_a_path_give_the_same_shards(standin):
     assert path["tokenizer_sha256"] == hub["tokenizer_sha256"]
 
 
+@given(st.lists(st.sampled_from(["a", "字", " ", "\n", "ab" * 700, " " * 1500, "é" * 3000]), max_size=30).map("".join))
+def test_words_that_take_too_long_to_train_on_are_cut(text):
+    pieces = [*cut_words(text)]
+    assert "".join(pieces) == text
+    assert all(len(word) <= 2 * LONGEST_WORD for piece in pieces for word in re.findall(r"\S+|\s+", piece))
+    assert len(pieces) == 1 or re.search(r"\S{1000}|\s{1000}", text)
+
+
 def test_a_preparation_continues_with_the_file_it_has_begun_with(small_units):  # noqa: F811
     ours, different = (byte_tokenizer({END_OF_TEXT: number}) for number in (256, 300))
     own, kept = Path("own.json"), Path("out/tokenizer.json")
     own.write_text(ours)
     prepare("docs.jsonl", "whole", f"--shard_size 9000 {OWN}")
-    prepare_stopped("docs.jsonl", "out", f"--shard_size 9000 {OWN}", before=1)
+    prepare_stopped("docs.jsonl", "out", f"--shard_size 9000 {OWN}", before=2)  # a shard of each split
     own.write_text(different)
     same = "--source docs.jsonl --shard_size 9000 --tokenizer"
     refused(f"{same} own.json", "out: ", "'own.json'", "--out")

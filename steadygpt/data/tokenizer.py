@@ -102,6 +102,14 @@ class Tokenizer:
         """The largest id + 1."""
         return max(self.bytes_of, default=0) + 1
 
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The id that stands for all text without another one."""
+        if self.encoding:
+            return None
+        model = json.loads(self.json)["model"]
+        return model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
+
     @property
     def document_id(self) -> int:
         """The id of the token that begins every document."""

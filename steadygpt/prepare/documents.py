@@ -3,22 +3,21 @@
 A block begins where the previous one ends, so a file and a position in it are enough to continue.
 """
 
+import codecs
 import gzip
 import io
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
-
-import numpy as np
 
 from steadygpt.base.foreign import BEGINNINGS, LFS_POINTER
 from steadygpt.base.options import UserError
 from steadygpt.base.text import encoding_of
-from steadygpt.prepare.ids import ID_SUFFIXES, read_ids
-from steadygpt.prepare.lines import convert_command
+from steadygpt.prepare.advice import convert_command, converted, rename_command
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
@@ -29,7 +28,9 @@ PIECE_BYTES = 400_000
 LONGEST_LINE = 10**9  # bytes; reading a line of JSON takes four times as much memory
 CUT_WINDOW = 4000  # bytes in which to look for a place to cut a text
 LEAST_WINDOW = 32  # the same for short pieces; a smaller window would cut within words
-PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # suffix of a packed text -> its first bytes
+PACKED = (".gz", ".zst")  # suffixes of packed texts
+GZIP = b"\x1f\x8b"
+ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame with data, or one to be skipped
 REPAIR = "repair or remove it, then run this again"  # advice, while no shard is written
 NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
@@ -42,27 +43,25 @@ class Damaged(UserError):
 class Wanted(NamedTuple):
     """What to read in files."""
 
-    text_field: str  # the field, column or array
-    vocab_size: int  # implies the dtype of token ids without a header
+    text_field: str = "text"  # the field or column
+    separator: str = ""  # between the documents in a text; "": a text is one document
 
 
 class Block(NamedTuple):
-    """Consecutive text, rows or ids of a file, or why the rest of it cannot be read."""
+    """Consecutive text or rows of a file, or why the rest of it cannot be read."""
 
     name: str  # of the file
     file: int  # the number of the file in the source
-    at: int  # where the block begins: a byte of the unpacked text, a row, or an element of the array
+    at: int  # where the block begins: a byte of the unpacked text, or a row
     end: int  # where the next block begins
     progress: int  # how far the file is read after the block, in bytes
-    data: bytes | list | np.ndarray | Damaged  # bytes of a text or of lines, values of a column, or token ids
+    data: bytes | list | Damaged  # bytes of a text or of lines, or values of a column
 
     @property
     def num_bytes(self) -> int:
         """About the size of the content in memory, in bytes."""
         if isinstance(self.data, list):
             return sum(map(size_of, self.data))
-        if isinstance(self.data, np.ndarray):
-            return self.data.nbytes
         return len(self.data) if isinstance(self.data, bytes) else 0
 
 
@@ -85,7 +84,7 @@ def open_text(file: BinaryIO, offset: int = 0) -> IO[bytes]:
     """
     text: Any = file
     head = text.peek(4)[:4]
-    while head.startswith(tuple(PACKED.values())):  # some files are packed twice
+    while head.startswith(GZIP) or ZSTD.match(head):  # some files are packed twice
         text = io.BufferedReader(unpacked(text, head))
         head = text.peek(4)[:4]
     encoding = encoding_of(head)
@@ -104,7 +103,7 @@ def open_text(file: BinaryIO, offset: int = 0) -> IO[bytes]:
 
 def unpacked(file: Any, head: bytes) -> Any:
     """Open the content of a packed file that begins with `head`."""
-    if head.startswith(PACKED[".gz"]):
+    if head.startswith(GZIP):
         return gzip.GzipFile("", "rb", fileobj=file)
     import pyarrow
 
@@ -169,18 +168,50 @@ def cut_at(text: bytes, at: int, window: int) -> int:
 
 
 def read_text(file: BinaryIO, wanted: Wanted, at: int) -> Iterator[tuple[int, bytes]]:
-    """Yield blocks of a text, which is one document; none if the file is empty."""
+    """Yield blocks of a text; none if the file is empty. No separator is cut."""
     text = open_text(file, at)
+    separator = wanted.separator.encode()
+    least = BLOCK_BYTES + len(separator)
     buffer = b""
     while True:
-        buffer += text.read(BLOCK_BYTES + CUT_WINDOW - len(buffer))
-        cut = cut_at(buffer, BLOCK_BYTES, CUT_WINDOW) if len(buffer) > BLOCK_BYTES else len(buffer)
+        buffer += text.read(least + CUT_WINDOW + len(separator) - len(buffer))
+        if at == 0 and holds_json_lines(buffer):
+            target = re.sub(r"\.\w+(\.gz|\.zst)?$", r".jsonl\1", file.name)
+            advice = f"Try: {rename_command(file.name, target)}"
+            raise Damaged(f"{file.name}: JSON Lines, each line an object, in place of a text; name it so. {advice}")
+        cut = cut_at(buffer, least, CUT_WINDOW) if len(buffer) > least else len(buffer)
+        if separator:
+            begin = buffer.find(separator, cut - len(separator) + 1, cut + len(separator) - 1)
+            cut = cut if begin == -1 else begin
         data = buffer[:cut]
         buffer = buffer[cut:]
         if not data:
             return
         at += len(data)
         yield at, data
+
+
+def holds_json_lines(text: bytes) -> bool:
+    """Return whether a text, or the beginning of one, is JSON Lines: each of its first lines is an object."""
+    lines = text.removeprefix(codecs.BOM_UTF8).lstrip()[:BLOCK_BYTES].split(b"\n", 10)[:10]
+    if len(text) > BLOCK_BYTES and len(lines) < 10:
+        lines.pop()  # which may be cut
+    lines = [line for line in lines if line.strip()]
+    with suppress(ValueError, RecursionError):
+        return bool(lines) and all(line.startswith(b"{") and isinstance(json.loads(line), dict) for line in lines)
+    return False
+
+
+def suffix_by_content(path: Path) -> str:
+    """Return the suffix with which a file of this machine would be read as what it is; "" if it would not."""
+    with path.open("rb") as file, suppress(Exception):  # libraries raise any type on arbitrary bytes
+        head = file.peek(6)
+        if head.startswith(b"PAR1"):
+            return ".parquet"
+        if head.startswith(b"ARROW1"):
+            return ".arrow"
+        return ".jsonl" if holds_json_lines(open_text(file).read(BLOCK_BYTES + 1)) else ".txt"
+    return ""
 
 
 def parquet_batches(file: BinaryIO, field: str, first: int) -> Iterator["RecordBatch"]:
@@ -251,11 +282,6 @@ def _values(column: "Array") -> list:
         return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
 
 
-def read_array(file: BinaryIO, wanted: Wanted, at: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield blocks of an array of token ids."""
-    return read_ids(file, suffix_of(file.name), wanted.text_field, wanted.vocab_size, at, BLOCK_BYTES)
-
-
 Reader = Callable[[BinaryIO, Wanted, int], Iterator[tuple[int, Any]]]  # reads from a position on
 TEXTS = [f"{suffix}{packed}" for suffix in (".txt", ".md", ".py") for packed in ("", *PACKED)]
 LINES = [f"{suffix}{packed}" for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED)]
@@ -263,8 +289,7 @@ TABLES = (".parquet", ".arrow")
 READERS: dict[str, Reader] = dict.fromkeys(TEXTS, read_text)
 READERS |= dict.fromkeys(LINES, read_lines)
 READERS |= dict.fromkeys(TABLES, read_table)
-READERS |= dict.fromkeys(ID_SUFFIXES, read_array)
-READABLE = f"{' '.join(suffix for suffix in READERS if not suffix.endswith((*PACKED,)))} (texts also with .gz or .zst)"
+READABLE = f"{' '.join(suffix for suffix in READERS if not suffix.endswith(PACKED))} (texts also with .gz or .zst)"
 
 
 def suffix_of(name: str) -> str:
@@ -281,8 +306,8 @@ def check_beginning(file: BinaryIO, text_field: str) -> None:
         raise UserError(f"{file.name}: {BEGINNINGS[LFS_POINTER]}")
     suffix = suffix_of(file.name)
     if suffix in TABLES:
-        next(read_table(file, Wanted(text_field, 0), 0), None)
-    elif suffix not in ID_SUFFIXES:
+        next(read_table(file, Wanted(text_field), 0), None)
+    else:
         open_text(file)
 
 
@@ -295,29 +320,53 @@ class Skipped(ValueError):
 
 
 class Document(NamedTuple):
-    """A document, or a later block of a text that is longer than one block."""
+    """A document, or a later block of one that is longer than a block."""
 
-    at: int  # its position, see Block
+    at: int  # where its row or its block begins, see Block
     text: str | Skipped
-    is_begin: bool = True  # False for a later block of a text
+    is_begin: bool = True  # False for a later block
+    row_bytes: int = 0  # of a line, unless its text is null
 
 
-def read_documents(block: Block, text_field: str) -> Iterator[Document]:
+def read_documents(block: Block, wanted: Wanted) -> Iterator[Document]:
     """Read the documents of a block of text or rows."""
     if isinstance(block.data, list):
         for number, value in enumerate(block.data):
-            yield Document(block.at + number, text_of(value))
+            yield from documents_in(text_of(value), block.at + number, wanted.separator)
     elif isinstance(block.data, bytes) and suffix_of(block.name) in TEXTS:
         text = block.data.decode("utf-8-sig" if block.at == 0 else "utf-8", "surrogateescape")
-        is_whole = block.at == 0 and len(block.data) < BLOCK_BYTES
-        yield Document(block.at, text_of(text) if is_whole else text, is_begin=block.at == 0)
+        is_last = len(block.data) < BLOCK_BYTES
+        if block.at == 0 and is_last and not text.strip():
+            yield Document(block.at, Skipped(NO_TEXT))
+        else:
+            yield from documents_in(text, block.at, wanted.separator, is_begin=block.at == 0, is_last=is_last)
     elif isinstance(block.data, bytes):
         at = block.at
         for line in block.data.split(b"\n"):
             text = line.decode("utf-8-sig", "surrogateescape").strip()
             if text not in ("", "[", "]"):
-                yield Document(at, text_of(field_of(json_of(text, block.name), text_field)))
+                value = field_of(json_of(text, block.name), wanted.text_field)
+                row_bytes = 0 if value is None else len(line)
+                yield from documents_in(text_of(value), at, wanted.separator, row_bytes)
             at += len(line) + 1
+
+
+def documents_in(
+    text: str | Skipped, at: int, separator: str, row_bytes: int = 0, is_begin: bool = True, is_last: bool = True
+) -> Iterator[Document]:
+    """Divide a text at a separator, if there is one; parts without text are no documents.
+
+    Args:
+        is_begin, is_last: whether the text begins at its beginning, and ends at its end.
+    """
+    if isinstance(text, Skipped) or not separator:
+        yield Document(at, text, is_begin, row_bytes)
+        return
+    parts = text.split(separator)
+    for number, part in enumerate(parts):
+        is_whole = (is_begin or number > 0) and (is_last or number + 1 < len(parts))
+        if part.strip() if is_whole else part or number:
+            yield Document(at, part, is_begin or number > 0)
 
 
 def text_of(value: object) -> str | Skipped:
@@ -335,7 +384,8 @@ def json_of(line: str, name: str) -> object:
     except (ValueError, RecursionError) as error:
         if line.startswith("{") and line.endswith("}") and not str(error).startswith("Extra data"):
             return Skipped(f"not JSON ({error}); repair the line, or leave it out")
-        return Skipped(f"not JSON, or more than one row; expected one object a line. Try: {convert_command(name)}")
+        advice = f"Try: {convert_command(name)}, then --source {shlex.quote(converted(name))} or its folder"
+        return Skipped(f"not JSON, or more than one row; expected one object a line. {advice}")
 
 
 def field_of(row: object, name: str) -> object:
@@ -358,7 +408,7 @@ SET_FIELD = "set --text_field to the field with the text"
 def no_field(name: str, names: Iterable[str]) -> str:
     found = ", ".join(names)
     if "input_ids" in found:
-        return f"no field {name!r}, found {found}; write token ids as .npy, see docs/data.md#token-ids"
+        return f"no field {name!r}, found {found}; write token ids as shards, see docs/data.md#token-ids"
     return f"no field {name!r}, found {found}; {SET_FIELD}"
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from steadygpt.base.options import UserError
-from steadygpt.data.shards import check_vocabulary, token_dtype
-from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
-from steadygpt.prepare.documents import Block, Damaged, Skipped, cut_document, read_documents, repair
+from steadygpt.data.shards import token_dtype
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
+from steadygpt.prepare.documents import NO_TEXT, Block, Damaged, Skipped, Wanted, cut_document, read_documents, repair
+
+SAMPLE = 2000  # characters of each unit that are decoded again
 
 
 @dataclass
@@ -18,48 +19,41 @@ class Encoded:
 
     ids: np.ndarray  # (n,), of the shards' dtype
     ends: list[int] = field(default_factory=list)  # where each piece ends in the ids
-    sizes: list[int] = field(default_factory=list)  # of each piece: bytes of text, or the number of token ids
+    sizes: list[int] = field(default_factory=list)  # of each piece, in bytes of text
     skipped: list[tuple[str, str]] = field(default_factory=list)  # skipped rows, as FILE:POSITION, with the reasons
+    skipped_bytes: int = 0  # of the skipped rows that are lines; without those that only have no text
     damaged: list[Damaged] = field(default_factory=list)  # of each file that cannot be read further: why
     documents: int = 0  # how many
     repaired: int = 0  # characters U+FFFD that replace invalid Unicode
+    sampled_bytes: int = 0  # of text that was decoded again
+    changed_bytes: int = 0  # of this text, those of characters that did not come back
     special_texts: Counter[str] = field(default_factory=Counter)  # special token -> how often texts contain it
     spelled_in: dict[str, str] = field(default_factory=dict)  # special token -> the first file that contains it
 
 
 def encode(
-    unit: list[Block], record: TokenizerRecord, out: Path, vocab_size: int, text_field: str, piece_bytes: int
+    unit: list[Block], record: TokenizerRecord, out: Path, vocab_size: int, wanted: Wanted, piece_bytes: int
 ) -> Encoded:
     """Encode the documents of a unit, with the document token before each document and nowhere else.
-
-    Blocks of token ids are not encoded, but checked against the vocabulary.
 
     Args:
         record: of the tokenizer; its file, if any, is in the folder `out`.
         piece_bytes: longer documents are cut into pieces of about this size.
     """
     dtype = token_dtype(vocab_size)
+    tokenizer = load_tokenizer(record, out)
+    document_token = np.array([tokenizer.document_id], dtype).tobytes()
     ids = bytearray()
     encoded = Encoded(np.empty(0, dtype))
     for block in unit:
         if isinstance(block.data, Damaged):
             encoded.damaged.append(block.data)
             continue
-        if isinstance(block.data, np.ndarray):
-            check_vocabulary(block.name, block.data, vocab_size)
-            encoded.documents += int((block.data == document_id_of(record, out)).sum())
-            for start in range(0, len(block.data), piece_bytes):
-                part = block.data[start : start + piece_bytes]
-                ids += part.astype(dtype).tobytes()
-                encoded.ends.append(len(ids) // dtype.itemsize)
-                encoded.sizes.append(len(part))
-            continue
-        tokenizer = load_tokenizer(record, out)
-        document_token = np.array([tokenizer.document_id], dtype).tobytes()
-        for at, text, is_begin in read_documents(block, text_field):
+        for at, text, is_begin, row_bytes in read_documents(block, wanted):
             if isinstance(text, Skipped):
                 counted_in = "byte" if isinstance(block.data, bytes) else "row"
                 encoded.skipped.append((f"{block.name}, {counted_in} {at:,}", str(text)))
+                encoded.skipped_bytes += row_bytes if str(text) != NO_TEXT else 0
                 continue
             clean = repair(text)
             if clean is not text:
@@ -70,6 +64,10 @@ def encode(
             if is_begin:
                 encoded.documents += 1
                 ids += document_token
+            if not encoded.sampled_bytes:
+                sample = clean[:SAMPLE]
+                encoded.sampled_bytes = len(sample.encode())
+                encoded.changed_bytes = changed_bytes(sample, tokenizer)
             for piece, size in cut_document(clean, piece_bytes):
                 ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
                 encoded.ends.append(len(ids) // dtype.itemsize)
@@ -78,9 +76,8 @@ def encode(
     return encoded
 
 
-def document_id_of(record: TokenizerRecord, out: Path) -> int:
-    """Return the id of the token that begins every document; -1 if the tokenizer has none, or is not known."""
-    try:
-        return load_tokenizer(record, out).document_id
-    except UserError:  # such a tokenizer is refused for text, and taken for token ids
-        return -1
+def changed_bytes(text: str, tokenizer: Tokenizer) -> int:
+    """Return the bytes of the characters of a text that its ids do not give back, wherever they stand."""
+    known = [i for i in tokenizer.encode(text) if i != tokenizer.unknown_id]
+    lost = Counter(text) - Counter(tokenizer.decode(known))
+    return sum(count * len(character.encode()) for character, count in lost.items())

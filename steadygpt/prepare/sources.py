@@ -1,4 +1,4 @@
-"""Sources of text and token ids: local files, Python's own library, object stores, data sets of the Hub."""
+"""Sources of text: local files, Python's own library, object stores, data sets of the Hub."""
 
 import hashlib
 import json
@@ -20,8 +20,7 @@ from steadygpt.prepare.documents import (
     naming,
     suffix_of,
 )
-from steadygpt.prepare.ids import ID_SUFFIXES
-from steadygpt.prepare.source_files import LocalFile, check_formats, choose, local_files
+from steadygpt.prepare.source_files import LeftOut, LocalFile, choose, local_files
 
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"  # --source fineweb-edu
 
@@ -35,22 +34,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of text or of token ids."""
+    """Files of text."""
 
     name: str
     files: Sequence[LocalFile | RemoteFile]
     commit: str = ""  # of a data set of the Hub
-    notes: Sequence[str] = ()  # what is left out, and why
+    left_out: Sequence[LeftOut] = ()
 
     @property
     def size(self) -> int:
         """The bytes of all files."""
         return sum(file.size for file in self.files)
-
-    @property
-    def holds_ids(self) -> bool:
-        """Whether the files hold token ids instead of text."""
-        return suffix_of(self.files[0].path) in ID_SUFFIXES
 
     @property
     def fingerprint(self) -> str:
@@ -118,12 +112,11 @@ def find_source(name: str, commit: str = "", max_files: int | None = None, out: 
         files = {file.path: file for file in Store(name).files()}
         # Hidden files are left out, as in a local folder.
         visible = [path for path in files if "/." not in path.removeprefix(name.partition("*")[0])]
-        chosen, notes = choose(name, visible)
-        check_formats(name, chosen)
-        return Source(name, [files[path] for path in chosen[:max_files]], notes=notes)
+        chosen, left_out = choose(name, {path: files[path].size for path in visible})
+        return Source(name, [files[path] for path in chosen[:max_files]], left_out=left_out)
     if name.startswith("hf:"):
         spec, _, config = name.removeprefix("hf:").partition(":")
         commit, of_hub = hub.data_files(spec, config, commit)
         return Source(name, of_hub[:max_files], commit)
-    local, notes = local_files(name, out)
-    return Source(name, local[:max_files], notes=notes)
+    local, left_out = local_files(name, out)
+    return Source(name, local[:max_files], left_out=left_out)

@@ -1,5 +1,7 @@
 """Training of a byte-level BPE on a part of a source."""
 
+import re
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +12,11 @@ from steadygpt.prepare.documents import Damaged, Wanted, cut_document, read_docu
 from steadygpt.prepare.sources import Place, Source
 
 TRAINING_BYTES = 10**9
+LONGEST_WORD = 1000  # characters; the time of training grows with the square of a longer word
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
-def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int) -> str:
+def train_tokenizer(source: Source, wanted: Wanted, vocab_size: int, limit: int) -> str:
     """Train a BPE of `vocab_size` tokens on `limit` bytes of text, and return its tokenizer.json.
 
     The same source and limit give the same tokenizer.
@@ -21,7 +25,7 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
 
     def train() -> None:
         try:
-            results.append(train_bpe(choose_texts(source, text_field, limit), vocab_size))
+            results.append(train_bpe(choose_texts(source, wanted, limit), vocab_size))
         except Exception as error:  # for the main thread
             results.append(error)
 
@@ -42,28 +46,37 @@ def train_tokenizer(source: Source, text_field: str, vocab_size: int, limit: int
     return trained
 
 
-def choose_texts(source: Source, text_field: str, limit: int) -> Iterator[str]:
+def choose_texts(source: Source, wanted: Wanted, limit: int) -> Iterator[str]:
     """Yield the text at the beginning of each file, in all `limit` bytes; larger files give more."""
     with ProgressBar(desc="reading text for the tokenizer", total=min(limit, source.size), unit="B") as bar:
         is_empty = True
         for number, file in enumerate(source.files):
             left = -(-limit * file.size // max(1, source.size))  # bytes of text that this file may still give
-            for block in source.blocks(Wanted(text_field, 0), Place(number)):
+            for block in source.blocks(wanted, Place(number)):
                 if block.file != number or left <= 0:
                     break
                 if isinstance(block.data, Damaged):
                     raise block.data
-                for document in read_documents(block, text_field):
+                for document in read_documents(block, wanted):
                     if isinstance(document.text, str):
                         data = repair(document.text).encode()[: max(0, left)]
                         for piece, _ in cut_document(data.decode(errors="ignore")):
-                            yield piece
+                            yield from cut_words(piece)
                             is_empty = False
                         left -= len(data)
                         bar.update(len(data))
     if is_empty:
         raise UserError(f"{source.name}: no text; expected some to train a tokenizer on")
     say("training the tokenizer ...")
+
+
+def cut_words(text: str) -> Iterator[str]:
+    """Cut a text within words of more than LONGEST_WORD characters."""
+    start = 0
+    for word in _LONG_WORD.finditer(text):
+        yield text[start : word.end()]
+        start = word.end()
+    yield text[start:]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
@@ -76,7 +89,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=sys.stderr.isatty()
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return tokenizer.to_str(pretty=True)

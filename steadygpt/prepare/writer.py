@@ -4,10 +4,12 @@ Ids are gathered in memory until they fill a shard of train. One save writes thi
 as another one, then the manifest. A preparation that was killed continues after the last manifest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,8 @@ from steadygpt.base.progress import say
 from steadygpt.data.shards import ShardEntry
 from steadygpt.prepare.documents import NO_TEXT, REPAIR, Block
 from steadygpt.prepare.encode import Encoded
-from steadygpt.prepare.lines import convert_command
 from steadygpt.prepare.manifest import Manifest
+from steadygpt.prepare.validation import ValidationSample
 
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty rows are only counted
 DAMAGED_FILES = 3  # that are skipped at most, or one in a hundred
@@ -33,10 +35,10 @@ def save_shards(out: Path, manifest: Manifest, gathered: Gathered) -> list[Shard
     """
     for split, buffer in gathered.items():
         ids = np.frombuffer(buffer, manifest.dtype)
-        count = -(-len(ids) // manifest.shard_size)  # more than one only if a unit is larger than a shard
+        count = -(-len(ids) // manifest.options.shard_size)  # more than one only if a unit is larger than a shard
         for tokens in np.array_split(ids, count) if count else []:
             number = sum(shard["split"] == split for shard in manifest.shards)
-            path = out / f"{manifest.name}_{split}_{number:06d}.npy"
+            path = out / f"{manifest.options.name}_{split}_{number:06d}.npy"
             replace_file(path, partial(np.save, arr=tokens))
             entry = ShardEntry(file=path.name, split=split, tokens=len(tokens), sha256=sha256_of(path))
             manifest.shards.append(entry)
@@ -54,22 +56,26 @@ def write_shards(
         num_files: of the source.
     """
     gathered: Gathered = {"train": bytearray(), "val": bytearray()}
+    shard_size = manifest.options.shard_size
     num_named = 0
     with ThreadPoolExecutor(1) as writer:  # the workers get units meanwhile
         saving: Future[list[ShardEntry]] | None = None
         for unit, ids in encoded:
             num_gathered = len(gathered["train"]) // ids.ids.itemsize
-            if num_gathered and num_gathered + len(ids.ids) > manifest.shard_size:
+            if num_gathered and num_gathered + len(ids.ids) > shard_size:
                 if saving:
                     manifest.shards = saving.result()
+                elif not manifest.shards:
+                    manifest.check_losses()
                 saving = writer.submit(save_shards, out, deepcopy(manifest), gathered)
                 gathered = {"train": bytearray(), "val": bytearray()}
             check_unit(ids, manifest, num_files, is_written=saving is not None or bool(manifest.shards))
             for token, file in ids.spelled_in.items():
                 if token not in manifest.spelled:
                     explain_special_token(file, token, manifest.document_token)
-            for split, part in manifest.add(unit, ids):
+            for split, part in divided(ids, manifest.validation):
                 gathered[split] += part.tobytes()
+            manifest.count(unit, ids)
             for row, reason in ids.skipped:
                 if reason != NO_TEXT and num_named < NAMED_SKIPS:
                     say(f"skipped {row}: {reason}")
@@ -77,7 +83,9 @@ def write_shards(
         if saving:
             manifest.shards = saving.result()
     if not manifest.tokens:
-        raise UserError(f"{manifest.source}: found nothing ({manifest.counts()}); expected text or token ids")
+        counts = manifest.counts().splitlines()[-1]
+        raise UserError(f"{manifest.options.source}: found nothing ({counts}); expected text")
+    manifest.check_losses()
     manifest.shards = save_shards(out, manifest, gathered)
     return manifest
 
@@ -104,9 +112,18 @@ def check_unit(unit: Encoded, manifest: Manifest, num_files: int, is_written: bo
         say(f"warning: {problem}; skipped the rest of it. Once it is repaired, prepare all files in another --out")
 
 
+def divided(encoded: Encoded, validation: ValidationSample) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the ids of a unit in consecutive parts, each with its split."""
+    begin = 0
+    for is_val, pieces in groupby(zip(validation.choose(encoded.sizes), encoded.ends, strict=True), itemgetter(0)):
+        *_, (_, end) = pieces
+        yield "val" if is_val else "train", encoded.ids[begin:end]
+        begin = end
+
+
 def explain_special_token(name: str, token: str, document_token: str) -> None:
     """Tell that a file contains the characters of a special token, and what to do if it means the token."""
-    advice = "If it means the token, encode the text with the library tokenizers and prepare the ids, see docs/data.md"
+    advice = "If it means the token, write the shards yourself, see docs/data.md#token-ids"
     if token == document_token:
-        advice = f"If it separates documents, write each as a row: {convert_command(name, token)}"
+        advice = f"If it separates documents, use --separator '{token}'"
     say(f"{name}: contains {token}, which is encoded as text. {advice}")

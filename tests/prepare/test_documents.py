@@ -46,14 +46,14 @@ def source_of(paths: list[Path]) -> Source:
 
 
 def blocks_from(source: Source, first: Place = Place()) -> list[Block]:  # noqa: B008 (a tuple)
-    return list(source.blocks(Wanted("text", 0), first))
+    return list(source.blocks(Wanted("text"), first))
 
 
 def documents(source: Source) -> list[tuple[int, str]]:
     """Read (file, text) of all documents; what a text has in several blocks is joined."""
     found: list[tuple[int, str]] = []
     for block in blocks_from(source):
-        for _, text, is_begin in read_documents(block, "text"):
+        for _, text, is_begin, _ in read_documents(block, Wanted("text")):
             if not is_begin:
                 text = found.pop()[1] + text
             found.append((block.file, text if isinstance(text, str) else repr(text)))
@@ -116,7 +116,7 @@ def test_a_text_is_whole_and_no_character_is_cut(tmp_path, data, num_bytes):
     path.write_bytes(data)
     with blocks_of(num_bytes) as patch:
         patch.setattr(chunks, "check_text", lambda *_: None)
-        patch.setattr(chunks, "PACKED", {})
+        patch.setattr(chunks, "unpacked", lambda text, head: text)
         patch.setattr(chunks, "encoding_of", lambda _: "utf-8")
         blocks = [block.data for block in blocks_from(source_of([path]))]
     assert b"".join(blocks) == data
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_a_million_spaces_are_cut(tmp_path):
     (tmp_path / "a.txt").write_bytes(b" " * 2_000_000)
     source = source_of([tmp_path / "a.txt"])
-    texts = [text for block in blocks_from(source) for _, text, _ in read_documents(block, "text")]
+    texts = [text for block in blocks_from(source) for _, text, *_ in read_documents(block, Wanted("text"))]
     assert sum(map(len, texts)) == 2_000_000
     assert max(map(len, texts)) <= chunks.BLOCK_BYTES + chunks.CUT_WINDOW
     assert max(size for _, size in cut_document(" " * 2_000_000)) <= 2 * chunks.PIECE_BYTES
@@ -177,6 +177,6 @@ def test_empty_row_groups_and_columns_with_a_dot_are_read(field, tmp_path):
     with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", halves[0].schema) as writer:
         for half in halves:
             writer.write_table(half)
-    found = list(source_of([tmp_path / "a.parquet"]).blocks(Wanted(field, 0)))
-    assert [text for block in found for _, text, _ in read_documents(block, field)] == ["a", "b", "c"]
+    found = list(source_of([tmp_path / "a.parquet"]).blocks(Wanted(field)))
+    assert [text for block in found for _, text, *_ in read_documents(block, Wanted(field))] == ["a", "b", "c"]
     assert all(block.num_bytes > 0 for block in found)

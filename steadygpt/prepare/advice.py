@@ -1,0 +1,50 @@
+"""Commands that make a file one that prepare_dataset.py reads; errors and notes print them."""
+
+import re
+import shlex
+
+# Kind of a file -> what datasets.load_dataset() needs to read it; without na_filter, a text such as None would be lost.
+LOADERS = {
+    "csv": "'csv', na_filter=False",
+    "tsv": r"'csv', delimiter='\t', na_filter=False",
+    "txt": "'text', sample_by='document'",
+    "md": "'text', sample_by='document'",
+}
+NAME = re.compile(
+    r"(?P<stem>.+?)(\.(?P<kind>csv|tsv|jsonl?|ndjson|txt|md))?(\.(?P<packing>gz|zst|xz|bz2|lzma))?", re.IGNORECASE
+)
+ORIGINAL = ".original"  # the suffix of a file in JSON Lines' name after its conversion
+
+
+def target_of(name: str) -> str:
+    """Return the name of the JSON Lines that a file is converted to; "" if there is no need to convert it."""
+    parts = NAME.fullmatch(name)
+    kind = ((parts and parts["kind"]) or "").lower()
+    is_packed_otherwise = parts and (parts["packing"] or "").lower() in ("xz", "bz2", "lzma")
+    return f"{parts['stem']}.jsonl" if parts and (kind in ("csv", "tsv", "json") or is_packed_otherwise) else ""
+
+
+def converted(name: str) -> str:
+    """Return the name of the JSON Lines that convert_command() writes."""
+    return target_of(name) or NAME.sub(r"\g<stem>.lines.jsonl", name, count=1)
+
+
+def convert_command(name: str) -> str:
+    """Return the command that writes a table, a packed text, or any JSON as JSON Lines; the old file stays.
+
+    JSON in a file that is named as JSON Lines gets another name.
+    """
+    if "://" in name:
+        return "copy it to this machine, and convert it there"
+    parts = NAME.fullmatch(name)
+    loader = LOADERS.get(((parts and parts["kind"]) or "txt").lower(), "'json'")
+    target = converted(name)
+    code = f"import datasets; datasets.load_dataset({loader}, data_files={name!r})['train'].to_json({target!r})"
+    command = f'python -c "{code}"'
+    if re.search(r'["$`\\!]', name):  # which have a meaning between double quotes
+        command = shlex.join(["python", "-c", code])
+    return command if target_of(name) else f"{command} && {rename_command(name, f'{name}{ORIGINAL}')}"
+
+
+def rename_command(name: str, target: str) -> str:
+    return shlex.join(["mv", name, target])
