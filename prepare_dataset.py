@@ -33,6 +33,7 @@ from steadygpt.base.durable import existing, lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
 from steadygpt.base.text import bytes_text, counted
+from steadygpt.data.encoders import Library
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, token_dtype
 from steadygpt.data.tokenizer import (
     END_OF_TEXT,
@@ -42,7 +43,6 @@ from steadygpt.data.tokenizer import (
     file_of,
     load_tokenizer,
     record_named,
-    vocab_size_of,
     vocab_size_to_train,
 )
 from steadygpt.machine.host import usable_cores
@@ -130,7 +130,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
         record = replace(record_named(name), document_token=document_token)
     tokenizer = load_tokenizer(record)
     _ = tokenizer.document_id  # raises if it has no such token
-    if not tokenizer.encoding:
+    if isinstance(tokenizer.encoder, Library):
         say(f"{name}: the library tokenizers encodes, about 6 times slower than tiktoken with GPT-2's or Llama 3's")
     record = replace(record, tokenizer_sha256=tokenizer.sha256)
     if record.is_file:
@@ -142,7 +142,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
                 "with --tokenizer"
             )
         replace_file(path, lambda file: file.write(content))
-    return record, vocab_size_of(record)
+    return record, tokenizer.n_vocab
 
 
 def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:

@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.convert.weights import load_model
 from steadygpt.data.tasks import CORE, KINDS, Task, load_core
-from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, get_tokenizer, load_tokenizer
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.ranks import joined
 
@@ -145,7 +145,7 @@ def main() -> None:
     else:
         layers, heads, width = args.size
         model = GPT(GPTConfig(vocab_size=50257, num_layers=layers, num_heads=heads, embd_size=width))
-        tokenizer = get_tokenizer("gpt2")
+        tokenizer = load_tokenizer(TokenizerRecord("gpt2"))
         torch.nn.init.normal_(model.wte.weight, std=0.3)
     with joined("auto") as ranks, tempfile.TemporaryDirectory() as made, evaluating(model.to(ranks.device)):
         if not args.core_dir:

@@ -25,8 +25,8 @@ from steadygpt.prepare.source_files import local_files
 
 LOOP = """
 import json, time, numpy as np
-from steadygpt.data.tokenizer import get_tokenizer
-tokenizer = get_tokenizer("gpt2").encoding
+from steadygpt.data.tokenizer import load_tokenizer, TokenizerRecord
+tokenizer = load_tokenizer(TokenizerRecord("gpt2")).encoder.encoding
 tokenizer.encode_ordinary("warm up")
 documents = [json.loads(line)["text"] for line in open({file!r}, encoding="utf-8")]
 start = time.perf_counter()

@@ -30,7 +30,7 @@ from steadygpt.base.options import run_cli
 from steadygpt.checkpoint import writer
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.config import parse_args
-from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
@@ -88,7 +88,7 @@ def build_run() -> Run:
 
 
 def show_data() -> None:
-    tokenizer = get_tokenizer("bytes")
+    tokenizer = load_tokenizer(TokenizerRecord("bytes"))
     ids = tokenizer.encode(TEXTS[0])
     print(f"text       {TEXTS[0]}\nids        {' '.join(map(str, ids[:5]))} ... ({len(ids)} in all)")
     Path("hamlet.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

@@ -128,7 +128,7 @@ def validate(run, name: str = "", tokenizer: str = "", eval_tokens: int | None =
     """Validate a set, by default the first one; return its scores. Without a tokenizer, no bytes are known."""
     if eval_tokens is not None:
         run = replace(run, config=replace(run.config, eval_tokens=eval_tokens))
-    loaded = tokenizers.get_tokenizer(tokenizer) if tokenizer else None
+    loaded = tokenizers.load_tokenizer(tokenizers.TokenizerRecord(tokenizer)) if tokenizer else None
     return evaluation.validate(replace(run, tokenizer=loaded), _val_set(run, name))
 
 

@@ -10,7 +10,7 @@ from conftest import write_shard
 from ground import built, model_of, settled, validate, validation_rows_of
 from torch.nn import functional as F
 
-from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 
 TEXTS = ["The sky above the port", "was the colour of television, tuned to a dead channel: é, 你好.", "end"] * 9
 
@@ -31,12 +31,12 @@ def targets_of(run) -> torch.Tensor:
 
 
 def test_of_a_uniform_prediction_they_are_log2_of_the_vocabulary_for_each_token():
-    encoding = get_tokenizer("gpt2")
-    run = run_on([id for text in TEXTS for id in (encoding.document_id, *encoding.encode(text))][:180], "gpt2")
+    tokenizer = load_tokenizer(TokenizerRecord("gpt2"))
+    run = run_on([id for text in TEXTS for id in (tokenizer.document_id, *tokenizer.encode(text))][:180], "gpt2")
     with torch.no_grad():
         model_of(run).lm_head.weight.zero_()
-    scored = [id for id in targets_of(run).tolist() if id != encoding.document_id]
-    size = len(encoding.encoding.decode_bytes(scored))
+    scored = [id for id in targets_of(run).tolist() if id != tokenizer.document_id]
+    size = len(tokenizer.encoder.encoding.decode_bytes(scored))
     assert len(scored) < size / 2
     found = validate(run, tokenizer="gpt2")
     assert found["val_bpb"] == pytest.approx(math.log2(50257) * len(scored) / size, rel=1e-6)

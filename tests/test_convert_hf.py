@@ -31,7 +31,7 @@ from steadygpt.config import TrainConfig
 from steadygpt.convert.families import FAMILIES, resolved
 from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
-from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_TOKENIZER, TokenizerRecord, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_TOKENIZER, TokenizerRecord, load_tokenizer
 from steadygpt.data.tokenizer_json import to_json
 
 transformers = pytest.importorskip("transformers")
@@ -120,7 +120,7 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
     (tmp_path / "a/config.json").write_text(json.dumps(stored))
     assert read_weights(str(tmp_path / "a"))["tokenizer"] == "gpt2"
     assert "a: names no tokenizer; assumed gpt2, because it has 50,257 rows" in capsys.readouterr().err
-    of_gpt2 = json.loads(to_json(get_tokenizer("gpt2").encoding))["model"]["vocab"]
+    of_gpt2 = json.loads(to_json(load_tokenizer(TokenizerRecord("gpt2")).encoder.encoding))["model"]["vocab"]
     of_others = of_gpt2 | {"a": 65, "b": 64}
     for vocabulary, name, sha256 in ((of_gpt2, "gpt2", GPT2_TOKENIZER.tokenizer_sha256), (of_others, "", "")):
         (tmp_path / "a/vocab.json").write_text(json.dumps(vocabulary, indent=2, ensure_ascii=False))
@@ -139,7 +139,7 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
 def test_the_exported_tokenizer_gives_the_same_ids(name, tmp_path):
-    encoding = get_tokenizer(name)
+    encoding = load_tokenizer(TokenizerRecord(name))
     write_folder(checkpoint_of(dataclasses.replace(SMALL, vocab_size=encoding.n_vocab), name), tmp_path / "out")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 

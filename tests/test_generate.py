@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, KVCache
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.convert.weights import load_model
-from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 from steadygpt.machine.device import evaluating
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_ids_without_text_and_padding_are_never_sampled():
     prompt, generator = torch.zeros(8, 1, dtype=torch.int64), torch.Generator().manual_seed(0)
     assert 257 <= generate(model, prompt, 8, temperature=5.0, generator=generator).max() < 310
     assert generate(model, prompt, 8, generator=generator, vocab_size=257).max() < 257
-    assert len(sample_texts(model, get_tokenizer("bytes"), [256], 8, generator, count=4)) == 4
+    assert len(sample_texts(model, load_tokenizer(TokenizerRecord("bytes")), [256], 8, generator, count=4)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_special_tokens_in_a_prompt():
     """Property, over random prompts: as special tokens the ids of transformers, raw those of ordinary text."""
     random = Random(0)
     for name in ("gpt2", "bytes"):
-        tokenizer = get_tokenizer(name)
+        tokenizer = load_tokenizer(TokenizerRecord(name))
         library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
         for _ in range(100):
             parts = ["<|endoftext|>", "<|endoftext", "|>", " ", "a", "\n", "\u00e9", "don't"]

@@ -27,11 +27,11 @@ from hellaswag_eval import (
 )
 from model import GPT, GPTConfig
 from steadygpt.data.tasks import Row, Task, load_core
-from steadygpt.data.tokenizer import get_tokenizer
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 from steadygpt.machine.ranks import Ranks, Stopped
 
 CPU = Ranks(torch.device("cpu"))
-BYTES = get_tokenizer("bytes")
+BYTES = load_tokenizer(TokenizerRecord("bytes"))
 WORDS = "a man in the kitchen takes an egg and then he puts it down on a very long table".split()
 
 

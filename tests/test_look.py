@@ -16,10 +16,11 @@ import train
 from dataloader import BatchLoader
 from look import count_split, main, rows_of_step, visible
 from model import GPT, GPTConfig
+from steadygpt.data.encoders import Tiktoken
 from steadygpt.data.shards import ShardSet
-from steadygpt.data.tokenizer import Tokenizer, get_tokenizer
+from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 
-BEGIN = get_tokenizer("bytes").document_id
+BEGIN = load_tokenizer(TokenizerRecord("bytes")).document_id
 
 
 def ids_of(*texts: str) -> list[int]:
@@ -74,7 +75,7 @@ def test_a_split_larger_than_memory_is_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("look.BLOCK_TOKENS", 10)
     blocks = []
     shards = ShardSet.find("train", str(folder), "train").shards
-    counts = count_split(shards, get_tokenizer("bytes"), blocks.append)
+    counts = count_split(shards, load_tokenizer(TokenizerRecord("bytes")), blocks.append)
     assert (counts[ord("x")], counts[ord("y")], counts[BEGIN]) == (99, 1, 2)
     assert blocks == [10] * 10 + [2]
 
@@ -96,7 +97,7 @@ def test_shards_of_nanogpt_need_only_a_tokenizer(look, tmp_path):
 
 
 def test_without_a_manifest_the_tokenizer_is_gpt2_as_in_training(look, tmp_path):
-    ids = [50256, *get_tokenizer("gpt2").encode("Hello, I'm a language model,")]
+    ids = [50256, *load_tokenizer(TokenizerRecord("gpt2")).encode("Hello, I'm a language model,")]
     write(tmp_path / "data", has_manifest=False, train=[ids])
     lines = look("data", "--context_length", "5", "--rows", "20")
     assert lines[0] == "data: tokenizer gpt2, 50,257 ids, document token <|endoftext|> (id 50256)"
@@ -129,7 +130,7 @@ def test_a_row_is_at_most_the_split(look, tmp_path):
 def test_what_cannot_be_seen_is_escaped():
     text = "\x1b[31mred\x07\r\n\ttab \u00a0\u202e\U000e0001 \U0001f600é"
     ids = [*text.encode(), 0xFF, 0xA0, BEGIN, BEGIN, 65]
-    assert visible(ids, get_tokenizer("bytes")) == (
+    assert visible(ids, load_tokenizer(TokenizerRecord("bytes"))) == (
         "\\x1b[31mred\\x07\\r\n\ttab \\u00a0\\u202e\\U000e0001 \U0001f600é\\xff\\xa0\n⟨document⟩\n⟨document⟩A"
     )
 
@@ -137,7 +138,7 @@ def test_what_cannot_be_seen_is_escaped():
 def test_ids_without_text_are_named():
     special = {"<pad>": 2, "<\x1b[2J>": 3, "<|endoftext|>": 5}
     encoding = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks={b"\xc3": 0, b"\xa9": 1}, special_tokens=special)
-    assert visible([0, 1, 2, 3, 4, 5, 0, 2, 1], Tokenizer(encoding, ".")) == (
+    assert visible([0, 1, 2, 3, 4, 5, 0, 2, 1], Tokenizer(Tiktoken(encoding, "."))) == (
         "é⟨<pad>⟩⟨<\\x1b[2J>⟩⟨id 4⟩\n⟨document⟩\\xc3⟨<pad>⟩\\xa9"
     )
 
@@ -186,7 +187,8 @@ def test_the_rows_of_a_step_are_those_that_it_trained_on(workdir, trained_on, ca
     for step, count in enumerate([4, 4, 6, 6, 6, 6, 6, 6]):
         expected, trained_on[:] = trained_on[:count], trained_on[count:]
         found = rows_of(capsys, "--step", str(step), "--rows", "0")
-        assert [text for *_, text in found] == [visible(row, get_tokenizer("bytes")) for row in expected]
+        tokenizer = load_tokenizer(TokenizerRecord("bytes"))
+        assert [text for *_, text in found] == [visible(row, tokenizer) for row in expected]
         assert [number for number, *_ in found] == list(range(count))
         for (_, where, position, _), row in zip(found, expected, strict=True):
             source, _, file = where.partition(", ")

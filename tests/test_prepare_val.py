@@ -16,11 +16,13 @@ from test_prepare_resume import TEXTS
 
 import prepare_dataset
 from steadygpt.base.options import UserError
+from steadygpt.data import tokenizer
+from steadygpt.data.encoders import Tiktoken
 from steadygpt.data.shards import read_manifest
-from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, get_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
 
 # Its tokens cross the ends of lines and words.
-CROSSING = Tokenizer(
+CROSSING = Tiktoken(
     tiktoken.Encoding(
         "crossing",
         pat_str=r"[\s\S]{1,5}",
@@ -33,31 +35,28 @@ CROSSING = Tokenizer(
 
 @pytest.fixture(autouse=True)
 def crossing(monkeypatch) -> None:
-    monkeypatch.setattr("steadygpt.data.tokenizer.get_tokenizer", tokenizer_of)
+    of_names = tokenizer._encoder_named
+    monkeypatch.setattr(tokenizer, "_encoder_named", lambda name: CROSSING if name == "crossing" else of_names(name))
     monkeypatch.setattr("prepare_dataset.check_known", lambda name: None)
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
 
 
-def tokenizer_of(name: str) -> Tokenizer:
-    return CROSSING if name == "crossing" else get_tokenizer(name)
-
-
-def text_of(tokenizer: str, split: str) -> str:
+def text_of(name: str, split: str) -> str:
     """Return the text of a split in the folder of a tokenizer."""
-    found = tokenizer_of(tokenizer)
-    ids = [token for token in ids_of(f"of-{tokenizer}", split) if token != found.document_id]
-    return found.encoding.decode_bytes(ids).decode()
+    found = load_tokenizer(TokenizerRecord(name))
+    ids = [token for token in ids_of(f"of-{name}", split) if token != found.document_id]
+    return b"".join(found.bytes_of[i] for i in ids).decode()
 
 
 def share_of_val(source: str, flags: str = "") -> float:
     """Prepare with two tokenizers, check that val has the same text and train the rest, and return val's share."""
     vals = []
     shares = []
-    for tokenizer in ("bytes", "crossing"):
-        manifest = prepare(source, f"of-{tokenizer}", f"--tokenizer {tokenizer} {flags}")
-        vals.append(text_of(tokenizer, "val"))
-        shares.append(len(ids_of(f"of-{tokenizer}", "val")) / manifest["tokens"])
-        assert ids_of(f"of-{tokenizer}", "train")
+    for name in ("bytes", "crossing"):
+        manifest = prepare(source, f"of-{name}", f"--tokenizer {name} {flags}")
+        vals.append(text_of(name, "val"))
+        shares.append(len(ids_of(f"of-{name}", "val")) / manifest["tokens"])
+        assert ids_of(f"of-{name}", "train")
     assert vals[0] == vals[1]
     prepare(source, "whole", "--val_share 0")
     assert Counter(ids_of("of-bytes")) == Counter(ids_of("whole"))

@@ -37,7 +37,6 @@ from steadygpt.data.tokenizer import (
     TokenizerRecord,
     load_tokenizer,
     record_named,
-    vocab_size_of,
     warn_of_neighbours,
 )
 from steadygpt.network import hub
@@ -471,7 +470,7 @@ def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | 
     if not record.tokenizer or (record.is_file and not record.tokenizer_json):
         return config
     rows = config.vocab_size
-    vocab_size = vocab_size_of(record)
+    vocab_size = record.vocab_size
     if record.is_file and vocab_size <= rows:
         return config
     if not vocab_size <= rows < vocab_size + 128:

@@ -4,7 +4,6 @@
 """
 
 import difflib
-import hashlib
 import importlib.util
 import json
 import re
@@ -16,7 +15,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
-from unicodedata import is_normalized
 
 import numpy as np
 import tiktoken
@@ -26,21 +24,11 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
-from steadygpt.data.tokenizer_json import (
-    GPT2_PATTERN,
-    MOST_IDS,
-    Literals,
-    bytes_of_tokens,
-    gives_ids_of,
-    read_bpe,
-    read_library,
-    to_json,
-)
+from steadygpt.data.encoders import Library, Tiktoken
+from steadygpt.data.tokenizer_json import GPT2_PATTERN, MOST_IDS, gives_ids_of, read_bpe
 from steadygpt.network import hub
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from steadygpt.machine.ranks import Ranks
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
@@ -56,59 +44,30 @@ TO_SAVE = (
     "and name converted"
 )
 SIZES = {"bytes": 257, "gpt2": 50257}  # the number of ids, so that it needs no vocabulary
-# A text that shows whether the bytes of tokens are those of the text: case, white space, Unicode.
-PROBE = "Ab  cD \n\n\tx\r\n\u00e9 \u017f\u212a\ufb01 \u6f22\u5b57 \U0001f642 1\u00b2 don't <x> ... \x01 z"
 IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer with this number of ids
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Conversion of text to token ids and back.
+    """An encoder, and the special token that begins every document."""
 
-    tiktoken encodes where it is known to give the ids of the library `tokenizers`, and the library elsewhere. Text that
-    spells a special token is encoded as ordinary text; the text of another added token, a literal, as the literal's id.
-    """
-
-    encoding: tiktoken.Encoding | None  # None: the library encodes all texts
-    pattern: str = ""  # of the encoding, or a name that stands for it
+    encoder: Tiktoken | Library
     document_token: str = END_OF_TEXT
-    is_nfc: bool = False  # the encoding gives the library's ids for texts in Unicode's form NFC only
-    json: str = ""  # the text of the tokenizer.json that it comes from
-    literals: Literals = ({}, {})  # of the encoding
-    where: str = ""  # the file, for errors
 
-    @cached_property
-    def library(self) -> "tokenizers.Tokenizer":
-        return read_library(self.json, self.where)
-
-    @cached_property
+    @property
     def special(self) -> dict[str, int]:
         """The ids of the special tokens."""
-        if self.encoding:
-            return self.encoding._special_tokens
-        return {token.content: i for i, token in self.library.get_added_tokens_decoder().items() if token.special}
+        return self.encoder.special
 
-    @cached_property
+    @property
     def bytes_of(self) -> dict[int, bytes]:
-        """The bytes of each id; special tokens and literals have those of their text."""
-        if not self.encoding:
-            return bytes_of_tokens(self.json, self.library)
-        added = self.special | self.literals[0] | self.literals[1]
-        texts = {i: token.encode() for token, i in added.items()}
-        return texts | {i: token for token, i in self.encoding._mergeable_ranks.items()}
+        """The bytes of each id, as far as they are known; special tokens have those of their text."""
+        return self.encoder.bytes_of
 
     @cached_property
     def n_vocab(self) -> int:
         """The largest id + 1."""
         return max(self.bytes_of, default=0) + 1
-
-    @cached_property
-    def unknown_id(self) -> int | None:
-        """The id that stands for all text without another one."""
-        if self.encoding:
-            return None
-        model = json.loads(self.json)["model"]
-        return model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
 
     @property
     def document_id(self) -> int:
@@ -124,39 +83,22 @@ class Tokenizer:
             )
         return self.special[self.document_token]
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_to_numpy(text).tolist()
+    @property
+    def sha256(self) -> str:
+        """The identity: the SHA-256 in hex of everything that determines ids."""
+        return self.encoder.identity
 
-    def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Return the ids of a text without lone surrogates, (n,) uint32."""
-        if self.encoding and not self._needs_library(text):
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
-        return np.array(self._ids_of_library(text), np.uint32)
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text without lone surrogates."""
+        return self.encoder.encode(text).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text in which the name of a special token stands for the token."""
-        if not self._special_pattern.search(text):
-            return self.encode(text)
-        if self.encoding and not self.json:
-            return self.encoding.encode(text, allowed_special="all")
-        self.library.encode_special_tokens = False
-        try:
-            return self._ids_of_library(text)
-        finally:
-            self.library.encode_special_tokens = True
+        return self.encoder.encode(text, with_special=bool(self._special_pattern.search(text))).tolist()
 
-    def _ids_of_library(self, text: str) -> list[int]:
-        library = self.library
-        try:
-            return library.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises no other type
-            raise UserError(f"{self.where}: the library tokenizers cannot encode a text with it ({error})") from error
-
-    def _needs_library(self, text: str) -> bool:
-        """Return whether a text has a literal, or changes by NFC, where releases of Unicode differ."""
-        if self.is_nfc and not is_normalized("NFC", text):
-            return True
-        return any(literal in text for literals in self.literals for literal in literals)
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids; ids of no token, which a model can still predict, are left out."""
+        return self.encoder.decode(ids)
 
     def count_special_texts(self, text: str) -> Counter[str]:
         """Count how often a text contains the characters of each special token, of the longest one at each place."""
@@ -167,12 +109,6 @@ class Tokenizer:
         texts = sorted(self.special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; ids of no token, which a model can still predict, are left out."""
-        if not self.encoding:
-            return self.library.decode(ids, skip_special_tokens=False)
-        return b"".join(self.bytes_of.get(i, b"") for i in ids).decode(errors="replace")
-
     @cached_property
     def num_bytes(self) -> np.ndarray:
         """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids.
@@ -181,38 +117,17 @@ class Tokenizer:
         document token has -1, so that the sum for a document is right.
         """
         sizes = np.zeros(self.n_vocab, np.int64)
-        added_space = 0
-        if not self.encoding:
-            shown = b"".join(self.bytes_of[i] for i in self.encode(PROBE))
-            if shown not in (PROBE.encode(), b" " + PROBE.encode()):
-                return sizes
-            added_space = len(shown) - len(PROBE.encode())
+        if self.encoder.added_space is None:
+            return sizes
         sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
         sizes[[*self.special.values()]] = 0
         if self.document_token in self.special:
-            sizes[self.document_id] = -added_space
+            sizes[self.document_id] = -self.encoder.added_space
         return sizes
-
-    @cached_property
-    def sha256(self) -> str:
-        """The identity: the SHA-256 in hex of everything that determines ids.
-
-        Where the library encodes all texts, it is that of the JSON content, without regard to white space and order of
-        keys.
-        """
-        if not self.encoding:
-            return hashlib.sha256(json.dumps(json.loads(self.json), sort_keys=True).encode()).hexdigest()
-        tokens = sorted((i, token.hex()) for i, token in self.bytes_of.items())
-        content = [self.is_nfc, self.pattern, tokens, sorted(self.special.items())]
-        if any(self.literals):
-            content += [sorted(texts.items()) for texts in self.literals]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the text of its tokenizer.json, for Hugging Face folders."""
-        if self.encoding and not self.json:
-            return to_json(self.encoding)
-        return self.json
+        return self.encoder.to_json()
 
 
 @dataclass(frozen=True)
@@ -246,6 +161,18 @@ class TokenizerRecord:
     def is_number(self) -> bool:
         """Whether only the number of ids is known."""
         return bool(IDS_ONLY.fullmatch(self.tokenizer))
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids."""
+        name = self.tokenizer
+        if name in SIZES:
+            return SIZES[name]
+        if self.is_number:
+            return int(name.removeprefix("ids:"))
+        if name.startswith("bpe:") and not self.tokenizer_json:
+            return vocab_size_to_train(name)
+        return load_tokenizer(self).n_vocab
 
     def fits(self, other: "TokenizerRecord") -> bool:
         """Return whether both may be the same tokenizer: by identity, or else by name.
@@ -282,8 +209,8 @@ GPT2_TOKENIZER = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c5
 
 
 @cache
-def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer with this name, which names no file; "bytes" encodes any text without a download."""
+def _encoder_named(name: str) -> Tiktoken:
+    """Return the encoder with a name that is of no file; "bytes" encodes any text without a download."""
     if name in ("bytes", "gpt2"):
         if name == "bytes":
             ranks = {bytes([byte]): byte for byte in range(256)}
@@ -293,7 +220,7 @@ def get_tokenizer(name: str) -> Tokenizer:
             pattern = GPT2_PATTERN
         special = {END_OF_TEXT: len(ranks)}
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        return Tokenizer(encoding, pattern)
+        return Tiktoken(encoding, pattern)
     if IDS_ONLY.fullmatch(name):
         raise UserError(f"tokenizer {name}: only the number of ids is known; text needs the tokenizer itself")
     if not name:
@@ -303,7 +230,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         )
     check_known(name)
     # The identity contains the name instead of the pattern, which differs in writing between releases of tiktoken.
-    return Tokenizer(_download(name), f"{name} of tiktoken")
+    return Tiktoken(_download(name), f"{name} of tiktoken")
 
 
 def check_known(name: str) -> None:
@@ -339,7 +266,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
         folder: has the tokenizer.json, unless the record has its text.
     """
     if not record.is_file:
-        return replace(get_tokenizer(record.tokenizer), document_token=record.document_token)
+        return Tokenizer(_encoder_named(record.tokenizer), record.document_token)
     if folder:
         record = record.with_json(folder)
     name = record.tokenizer
@@ -347,7 +274,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     expected_sha256 = record.tokenizer_sha256
     where = str(folder / TOKENIZER_JSON) if folder else name
     if text:
-        tokenizer = _from_json(text, where, record.document_token, expected_sha256)
+        tokenizer = Tokenizer(_encoder_of(text, where, expected_sha256), record.document_token)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:
@@ -363,18 +290,19 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     return tokenizer
 
 
-def _from_json(text: str, where: str, document_token: str, expected_sha256: str) -> Tokenizer:
+def _encoder_of(text: str, where: str, expected_sha256: str) -> Tiktoken | Library:
+    """Return tiktoken's encoder of a tokenizer.json if its ids are known to be the library's, else the library's."""
+    library = Library(text, where)
     bpe = read_bpe(text)
     if bpe:
-        pattern = bpe.encoding._pat_str
-        tokenizer = Tokenizer(bpe.encoding, pattern, document_token, bpe.is_nfc, text, bpe.literals, where)
+        encoder = Tiktoken(bpe.encoding, bpe.encoding._pat_str, bpe.is_nfc, bpe.literals, library)
         # An identity with a pattern is recorded only after the comparison, which needs the library.
-        if tokenizer.sha256 == expected_sha256 or gives_ids_of(bpe, text, tokenizer.library):
-            return tokenizer
-    tokenizer = Tokenizer(None, "", document_token, json=text, where=where)
-    if tokenizer.n_vocab > MOST_IDS:
-        raise UserError(f"{where}: the largest id is {tokenizer.n_vocab - 1:,}; expected less than {MOST_IDS:,}")
-    return tokenizer
+        if encoder.identity == expected_sha256 or gives_ids_of(bpe, text, library.library):
+            return encoder
+    largest = max(library.bytes_of, default=0)
+    if largest >= MOST_IDS:
+        raise UserError(f"{where}: the largest id is {largest:,}; expected less than {MOST_IDS:,}")
+    return library
 
 
 def record_named(name: str) -> TokenizerRecord:
@@ -468,18 +396,6 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
     if not tokenizer.num_bytes.any():
         warn(f"no bits per byte in this run: the tokens of {record.tokenizer} do not show the bytes of a text")
     return tokenizer
-
-
-def vocab_size_of(record: TokenizerRecord) -> int:
-    """Return the number of ids of a tokenizer."""
-    name = record.tokenizer
-    if name in SIZES:
-        return SIZES[name]
-    if record.is_number:
-        return int(name.removeprefix("ids:"))
-    if name.startswith("bpe:") and not record.tokenizer_json:
-        return vocab_size_to_train(name)
-    return load_tokenizer(record).n_vocab
 
 
 def vocab_size_to_train(name: str) -> int:

