@@ -110,7 +110,7 @@ def look_at_folder(options: LookOptions) -> None:
     folder = Path(options.folder)
     splits = ["train", "val"] if shard_files(folder, "val") else ["train"]
     sets = [ShardSet.find(split, options.folder, split) for split in splits]
-    record, _ = tokenizer_of(sets, options.tokenizer, saved=None)
+    record, _ = tokenizer_of(sets, options.tokenizer)
     tokenizer = load_tokenizer(record, folder)
     sets = [shard_set.for_vocab(tokenizer.n_vocab) for shard_set in sets]
     for shard_set in sets:

@@ -1,6 +1,5 @@
 """Commands as the users of other trainers type them, and the scripts of the repository."""
 
-import json
 import os
 import re
 import shlex
@@ -10,13 +9,11 @@ import sys
 from pathlib import Path
 
 import monitor_training
-import numpy as np
 import pytest
 from conftest import REPO, TINY, need_gpus, write_data
 from ground import launch_in, options_in
 from harness import run_to_end
 
-import prepare_dataset
 import train
 from steadygpt import config
 from steadygpt.base.options import read_flags
@@ -51,16 +48,6 @@ def test_the_production_preset_plans_a_run(workdir, capsys):
     assert "model        1,414.46 M parameters: 24 layers, 16 heads, 2,048 wide, context 2,048" in plan
     assert "steps        20,000, each of 65,536 tokens (4 rows x 2,048 tokens x 1 rank x 8 micro-steps)" in plan
     assert ", bf16, attention by " in plan
-
-
-def test_the_npz_files_of_a_bucket_become_shards(workdir):
-    command = "prepare_dataset.py --source 'gs://bucket/*.npz' --tokenizer gpt2 --out data/npz"
-    Path("bucket").mkdir()
-    for name in ("a", "b"):
-        np.savez(f"bucket/{name}.npz", input_ids=np.arange(3000, dtype=np.uint16))
-    argv = shlex.split(command.replace("gs://", ""))[1:]
-    assert not prepare_dataset.main(argv)
-    assert json.loads(Path(argv[-1], "manifest.json").read_text())["tokenizer"] == "gpt2"
 
 
 def leave_threads_open(rank: int) -> None:

@@ -60,7 +60,7 @@ AT_ONCE = [
     ("--source '[01].parquet'", ("1.parquet", "'text'", "content", TEXT_FIELD)),
     ("--source '[02].parquet'", ("2.parquet", "Git LFS", "git lfs pull")),
     ("--source nothing://x/y", ("nothing://x/y", "Protocol not known", "s3://...")),
-    ("--source ids", ("ids/ids.npy", "token ids", "--data_dir ids of train.py", "docs/data.md#token-ids")),
+    ("--source ids", ("ids/ids.npy", "token ids; train.py reads", "docs/data.md#token-ids")),
     (f"{DOCS} --text_field body", ("docs.jsonl", "'body'", TEXT_FIELD)),
     (f"{DOCS} --shard_size 1{17 * '0'}", ("--shard_size", "100,000,000,000,000,000", "2,147,483,648")),
     (f"{DOCS} --shard_size 0", ("--shard_size", " 0", "2,147,483,648")),

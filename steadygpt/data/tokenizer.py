@@ -183,15 +183,6 @@ class TokenizerRecord:
             return self.tokenizer_sha256 == other.tokenizer_sha256
         return self.is_file or self.tokenizer in ("", other.tokenizer) or other.is_number
 
-    def resumed(self, saved: "TokenizerRecord", folder: str) -> "TokenizerRecord":
-        """Return this record of a run's data with the tokenizer.json of the run's checkpoint, or else the folder's."""
-        if not saved.fits(self):
-            raise UserError(
-                f"{folder}: prepared with the tokenizer {self}, but the checkpoint was trained with {saved}; name the "
-                "right folder with --data_dir"
-            )
-        return saved if self.is_number else self.completed(saved)
-
     def completed(self, other: "TokenizerRecord") -> "TokenizerRecord":
         """Return this record with the files that another one of the same tokenizer has."""
         return replace(

@@ -207,7 +207,7 @@ def glob_of(source: str, names: Sequence[str]) -> str:
 def reason_of(name: str) -> str:
     """Return why a file is not read whose name is not one of a format that is."""
     if name.lower().endswith(TOKEN_IDS):
-        return "token ids, which train.py reads as they are"
+        return "token ids"
     if any(re.search(pattern, name.lower()) for pattern in ARCHIVES):
         return "archives"
     if target_of(name):
@@ -220,7 +220,7 @@ def advice_for(source: str, name: str) -> str:
     then = ", then run this again"
     quoted = shlex.quote(name)
     if name.lower().endswith(TOKEN_IDS):
-        return f"use --data_dir {shlex.quote(str(Path(name).parent))} of train.py, see docs/data.md#token-ids"
+        return "train.py reads .npy and .bin as they are, see docs/data.md#token-ids"
     for pattern, command in ARCHIVES.items():
         if re.search(pattern, name.lower()):
             folder = re.sub(pattern, "", name, flags=re.IGNORECASE)

@@ -58,10 +58,10 @@ def open_data(start: Start, ranks: Ranks) -> Data:
 def find_data(start: Start) -> Data:
     """Find the shards of a run and map them into memory. A plan of a new run does without shards."""
     config = start.config
-    saved = TokenizerRecord.of(start.checkpoint) if start.checkpoint else None
-    initial = None  # tokenizer and vocabulary size of --init_from
-    if start.weights:
-        initial = TokenizerRecord.of(start.weights), start.weights["model_config"]["vocab_size"]
+    known = None
+    content = start.checkpoint or start.weights
+    if content:
+        known = Known(TokenizerRecord.of(content), content["model_config"]["vocab_size"], bool(start.checkpoint))
     places = config.sources()  # name -> (folder, weight)
     recorded = start.data["sources"] if start.data else {}
     for folder, _ in places.values():
@@ -81,7 +81,7 @@ def find_data(start: Start) -> Data:
             return Data((), (), Phase(0, 0, {}, {}), record, record.vocab_size)
     train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     val_sets = find_val_sets(config, train_sets) if config.eval_freq else []
-    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, saved, initial)
+    record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, known)
     order = Order.of(config)
     sources = []
     for shards in train_sets:
@@ -96,13 +96,7 @@ def find_data(start: Start) -> Data:
     shares = shares_of(named, {name: weight for name, (_, weight) in places.items()})
     phase = next_phase(start, named, shares)
     data = Data(tuple(sources), tuple(validated), phase, record, vocab_size)
-    if saved:
-        record = record.resumed(saved, data.folder)
-    elif initial and record.is_number and initial[0].tokenizer:
-        record = initial[0]
-    elif initial and record.tokenizer_sha256 == initial[0].tokenizer_sha256:
-        record = record.completed(initial[0])
-    return replace(data, tokenizer_record=record)
+    return replace(data, tokenizer_record=completed(record, known, data.folder) if known else record)
 
 
 def next_phase(start: Start, named: Mapping[str, tuple[str, str]], shares: dict[str, int]) -> Phase:
@@ -147,18 +141,23 @@ def find_val_sets(config: TrainConfig, sources: Sequence[ShardSet]) -> list[Shar
     return [ShardSet.find(name, folder, "val") for name, folder in places.items()]
 
 
-def tokenizer_of(
-    sets: Sequence[ShardSet],
-    name: str,
-    saved: TokenizerRecord | None,
-    initial: tuple[TokenizerRecord, int] | None = None,
-) -> tuple[TokenizerRecord, int]:
+# ---------------------------------------------------------------------------------------------------------------------
+# which tokenizer it is
+
+
+class Known(NamedTuple):
+    """What the checkpoint of a resume, or the weights of --init_from, say of the tokenizer."""
+
+    record: TokenizerRecord  # its name is "" if they do not say which it is
+    vocab_size: int  # of the model
+    is_checkpoint: bool
+
+
+def tokenizer_of(sets: Sequence[ShardSet], name: str, known: Known | None = None) -> tuple[TokenizerRecord, int]:
     """Return the tokenizer that all sets share, and the size of its vocabulary.
 
     Args:
         name: --tokenizer, for shards of other tools.
-        saved: the tokenizer of the checkpoint that the run resumes from.
-        initial: see find_data.
     """
     record: TokenizerRecord | None = None
     sizes = []
@@ -168,7 +167,7 @@ def tokenizer_of(
         folder = Path(shards.folder)
         own_record = TokenizerRecord.of(shards.manifest, folder / MANIFEST).with_json(folder)
         own_name = own_record.tokenizer
-        if not saved and name not in ("auto", own_name):
+        if not (known and known.is_checkpoint) and name not in ("auto", own_name):
             raise UserError(f"--tokenizer is {name!r}; {folder} was prepared with {own_name!r}; drop the flag")
         if record and not (record.fits(own_record) and own_record.fits(record)):
             raise UserError(
@@ -184,25 +183,38 @@ def tokenizer_of(
         record = record or own_record
         sizes.append(shards.manifest["vocab_size"])
     if record is None:
-        folder = Path(sets[0].folder)
-        tokenizer_json = folder / TOKENIZER_JSON
-        characters = folder / "meta.pkl"
-        if not saved and name == "auto" and characters.exists() and not tokenizer_json.exists():
-            raise UserError(
-                f"{characters}: the ids are of nanoGPT's own vocabulary of characters, expected a known tokenizer; "
-                "prepare the text again: python prepare_dataset.py --source input.txt --tokenizer bytes"
-            )
-        if initial and not saved and name == "auto" and not tokenizer_json.exists():
-            record, size = initial
-            if not record.tokenizer:
-                record = TokenizerRecord(f"ids:{size}")
-            return record, size
-        if saved:
-            record = saved
-        elif name != "auto":
-            record = record_named(name)
-        elif tokenizer_json.exists():
-            record = record_named(str(tokenizer_json))
-        else:
-            record = record_named("gpt2")
-    return record, max(sizes, default=0) or record.vocab_size
+        return tokenizer_of_other_tools(Path(sets[0].folder), name, known)
+    return record, max(sizes)
+
+
+def tokenizer_of_other_tools(folder: Path, name: str, known: Known | None) -> tuple[TokenizerRecord, int]:
+    """Return the tokenizer of a folder without a manifest, and the size of its vocabulary."""
+    tokenizer_json = folder / TOKENIZER_JSON
+    is_free = name == "auto" and not tokenizer_json.exists()
+    if known and (known.is_checkpoint or is_free):
+        record = known.record if known.record.tokenizer else TokenizerRecord(f"ids:{known.vocab_size}")
+        return record, known.vocab_size
+    characters = folder / "meta.pkl"
+    if is_free and characters.exists():
+        raise UserError(
+            f"{characters}: the ids are of nanoGPT's own vocabulary of characters, expected a known tokenizer; "
+            "prepare the text again: python prepare_dataset.py --source input.txt --tokenizer bytes"
+        )
+    if is_free:
+        name = "gpt2"
+    record = record_named(str(tokenizer_json) if name == "auto" else name)
+    return record, record.vocab_size
+
+
+def completed(record: TokenizerRecord, known: Known, folder: str) -> TokenizerRecord:
+    """Return the record of the data in a folder with what a checkpoint or weights know of the same tokenizer."""
+    if known.is_checkpoint and not known.record.fits(record):
+        raise UserError(
+            f"{folder}: prepared with the tokenizer {record}, but the checkpoint was trained with {known.record}; name "
+            "the right folder with --data_dir"
+        )
+    if record.is_number and known.record.tokenizer:
+        return known.record
+    if known.is_checkpoint or record.tokenizer_sha256 == known.record.tokenizer_sha256:
+        return record.completed(known.record)
+    return record

@@ -196,12 +196,13 @@ def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_
     assert convert_hf.main(["model", "weights.pt"]) == 0
     assert "warning" not in capsys.readouterr().err
     ids = library.encode("one 12 two three 345 </s> " * 300).ids
-    np.save("ids.npy", np.array(ids, np.int64))
     Path("text.txt").write_text("one two " * 100)
     prepare("text.txt", "text", "--tokenizer model/tokenizer.json --val_share 0 --document_token </s>")
     assert ids_of("text")[1:] == library.encode("one two " * 100).ids
-    prepare("ids.npy", "data", "--tokenizer model/tokenizer.json --val_share 0")
-    assert ids_of("data") == ids
+    for folder in ("data", "other"):
+        Path(folder).mkdir()
+        write_shard(Path(folder, "a_train_000000.npy"), np.array(ids, np.uint16))
+    Path("data/tokenizer.json").write_text(text)
     run = f"--init_from weights.pt --data_dir data --checkpoint_dir tuned {STEPS} --sample_freq 1"
     assert run_here(*run.split()) == 0
     warning = r"no samples, HellaSwag or bits per byte in this run: .*'<\|endoftext\|>'.*--document_token\b"
@@ -215,9 +216,8 @@ def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_
     other = json.loads(text)
     names = list(other["model"]["vocab"])
     other["model"]["vocab"] |= {names[-1]: len(names) - 2, names[-2]: len(names) - 1}
-    Path("other.json").write_text(json.dumps(other))
-    prepare("ids.npy", "other", "--tokenizer other.json --val_share 0")
-    with refusal("--init_from weights.pt: ", "model/tokenizer.json", "other.json"):
+    Path("other/tokenizer.json").write_text(json.dumps(other))
+    with refusal("--init_from weights.pt: ", "model/tokenizer.json", "other/tokenizer.json"):
         run_here(*f"--init_from weights.pt --data_dir other --checkpoint_dir refused {STEPS}".split())
 
 
@@ -225,9 +225,10 @@ def test_ids_whose_number_is_known_take_the_tokenizer_of_the_weights():
     llama("model", 300, eos_token_id=[7, 8])
     Path("model/tokenizer.json").write_text(digits_tokenizer())
     assert convert_hf.main(["model", "weights.pt"]) == 0
-    np.save("ids.npy", np.arange(2000, dtype=np.uint16) % 290)
-    prepare("ids.npy", "data", "--tokenizer ids:300 --val_share 0")
-    assert run_here(*f"--init_from weights.pt --data_dir data --checkpoint_dir run {STEPS}".split()) == 0
+    Path("data").mkdir()
+    write_shard(Path("data/a_train_000000.npy"), np.arange(2000, dtype=np.uint16) % 290)
+    run = f"--init_from weights.pt --data_dir data --tokenizer ids:300 --checkpoint_dir run {STEPS}"
+    assert run_here(*run.split()) == 0
     assert run_here(*"--checkpoint_dir run --resume latest --max_steps 3 --allow_changes".split()) == 0
     assert convert_hf.main(["run", "out"]) == 0
     assert json.loads(Path("out/tokenizer.json").read_text()) == json.loads(digits_tokenizer())
@@ -236,12 +237,12 @@ def test_ids_whose_number_is_known_take_the_tokenizer_of_the_weights():
 
 
 def test_ids_of_an_unknown_tokenizer_need_only_their_number():
-    np.save("ids.npy", np.arange(3000, dtype=np.uint16) % 1500)
-    refused("--source ids.npy --tokenizer ids:1000", "ids.npy", " 1000", " 1,000")
-    manifest = prepare("ids.npy", "data", "--tokenizer ids:1500 --val_share 0")
-    assert (manifest["tokenizer"], manifest["vocab_size"]) == ("ids:1500", 1500)
-    shape = "--num_layers 1 --num_heads 1 --embd_size 16"
-    assert run_here(*f"--data_dir data --checkpoint_dir run {shape} {STEPS}".split()) == 0
+    Path("data").mkdir()
+    write_shard(Path("data/a_train_000000.npy"), np.arange(3000, dtype=np.uint16) % 1500)
+    run = f"--data_dir data --checkpoint_dir run --num_layers 1 --num_heads 1 --embd_size 16 {STEPS}"
+    with refusal("data/a_train_000000.npy", " 1000", " 1,000"):
+        run_here(*f"{run} --tokenizer ids:1000".split())
+    assert run_here(*f"{run} --tokenizer ids:1500".split()) == 0
     assert verified("run/latest.pt")["model_config"]["vocab_size"] == 1500
     Path("text.txt").write_text("one two " * 100)
     refused("--source text.txt --tokenizer ids:1500", "ids:1500")
@@ -254,6 +255,7 @@ def test_shards_without_a_manifest_have_the_vocabulary_of_the_weights():
     Path("plain").mkdir()
     write_shard(Path("plain/a_train_000000.npy"), np.arange(2000, dtype=np.uint16) % 290)
     assert run_here(*f"--init_from weights.pt --data_dir plain --checkpoint_dir run {STEPS}".split()) == 0
+    assert run_here(*"--data_dir plain --checkpoint_dir run --resume latest --max_steps 3 --allow_changes".split()) == 0
     checkpoint = verified("run/latest.pt")
     assert checkpoint["model_config"]["vocab_size"] == 300
     assert checkpoint["tokenizer_sha256"] == verified("weights.pt")["tokenizer_sha256"] != ""
