@@ -26,7 +26,7 @@ from steadygpt.prepare.source_files import local_files
 LOOP = """
 import json, time, numpy as np
 from steadygpt.data.tokenizer import load_tokenizer, TokenizerRecord
-tokenizer = load_tokenizer(TokenizerRecord("gpt2")).encoder.encoding
+tokenizer = load_tokenizer(TokenizerRecord("gpt2")).encoding
 tokenizer.encode_ordinary("warm up")
 documents = [json.loads(line)["text"] for line in open({file!r}, encoding="utf-8")]
 start = time.perf_counter()

@@ -120,7 +120,7 @@ def test_a_model_of_the_size_of_gpt2_with_another_tokenizer_is_not_taken_for_gpt
     (tmp_path / "a/config.json").write_text(json.dumps(stored))
     assert read_weights(str(tmp_path / "a"))["tokenizer"] == "gpt2"
     assert "a: names no tokenizer; assumed gpt2, because it has 50,257 rows" in capsys.readouterr().err
-    of_gpt2 = json.loads(to_json(load_tokenizer(TokenizerRecord("gpt2")).encoder.encoding))["model"]["vocab"]
+    of_gpt2 = json.loads(to_json(load_tokenizer(TokenizerRecord("gpt2")).encoding))["model"]["vocab"]
     of_others = of_gpt2 | {"a": 65, "b": 64}
     for vocabulary, name, sha256 in ((of_gpt2, "gpt2", GPT2_TOKENIZER.tokenizer_sha256), (of_others, "", "")):
         (tmp_path / "a/vocab.json").write_text(json.dumps(vocabulary, indent=2, ensure_ascii=False))

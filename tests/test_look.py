@@ -18,7 +18,7 @@ from look import count_split, main, rows_of_step, visible
 from model import GPT, GPTConfig
 from steadygpt.data.encoders import Tiktoken
 from steadygpt.data.shards import ShardSet
-from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 
 BEGIN = load_tokenizer(TokenizerRecord("bytes")).document_id
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_seen_is_escaped():
 def test_ids_without_text_are_named():
     special = {"<pad>": 2, "<\x1b[2J>": 3, "<|endoftext|>": 5}
     encoding = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks={b"\xc3": 0, b"\xa9": 1}, special_tokens=special)
-    assert visible([0, 1, 2, 3, 4, 5, 0, 2, 1], Tokenizer(Tiktoken(encoding, "."))) == (
+    assert visible([0, 1, 2, 3, 4, 5, 0, 2, 1], Tiktoken(encoding, ".")) == (
         "é⟨<pad>⟩⟨<\\x1b[2J>⟩⟨id 4⟩\n⟨document⟩\\xc3⟨<pad>⟩\\xa9"
     )
 

@@ -228,6 +228,8 @@ def test_what_is_no_tokenizer_json_is_named():
     Path("model/tokenizer.model").write_bytes(b"sentences")
     for name in ("model", "model/tokenizer.model"):
         refused(f"--source docs.jsonl --tokenizer {name}", "model/tokenizer.model", "SentencePiece")
+    Path("model/tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    refused("--source docs.jsonl --tokenizer model", "model/tokenizer.model", "tiktoken", "hf:OWNER/MODEL")
     Path("model/tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     refused("--source docs.jsonl --tokenizer model", "model/tokenizer.json", "Git LFS")
 

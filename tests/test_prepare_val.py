@@ -35,8 +35,8 @@ CROSSING = Tiktoken(
 
 @pytest.fixture(autouse=True)
 def crossing(monkeypatch) -> None:
-    of_names = tokenizer._encoder_named
-    monkeypatch.setattr(tokenizer, "_encoder_named", lambda name: CROSSING if name == "crossing" else of_names(name))
+    named = tokenizer._named
+    monkeypatch.setattr(tokenizer, "_named", lambda name, end: CROSSING if name == "crossing" else named(name, end))
     monkeypatch.setattr("prepare_dataset.check_known", lambda name: None)
     monkeypatch.setattr("os.fsync", lambda file: None)  # power cuts are not tested here
 

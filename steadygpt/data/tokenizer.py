@@ -7,16 +7,14 @@ import difflib
 import importlib.util
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tiktoken
 
 from steadygpt.base.foreign import what_it_begins_as
@@ -24,14 +22,13 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.retry import NoAnswer, Service, brief
 from steadygpt.base.typed import typed
-from steadygpt.data.encoders import Library, Tiktoken
+from steadygpt.data.encoders import END_OF_TEXT, Library, Tiktoken, Tokenizer
 from steadygpt.data.tokenizer_json import GPT2_PATTERN, MOST_IDS, gives_ids_of, read_bpe
 from steadygpt.network import hub
 
 if TYPE_CHECKING:
     from steadygpt.machine.ranks import Ranks
 
-END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TOKENS = (
@@ -45,89 +42,6 @@ TO_SAVE = (
 )
 SIZES = {"bytes": 257, "gpt2": 50257}  # the number of ids, so that it needs no vocabulary
 IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer with this number of ids
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """An encoder, and the special token that begins every document."""
-
-    encoder: Tiktoken | Library
-    document_token: str = END_OF_TEXT
-
-    @property
-    def special(self) -> dict[str, int]:
-        """The ids of the special tokens."""
-        return self.encoder.special
-
-    @property
-    def bytes_of(self) -> dict[int, bytes]:
-        """The bytes of each id, as far as they are known; special tokens have those of their text."""
-        return self.encoder.bytes_of
-
-    @cached_property
-    def n_vocab(self) -> int:
-        """The largest id + 1."""
-        return max(self.bytes_of, default=0) + 1
-
-    @property
-    def document_id(self) -> int:
-        """The id of the token that begins every document."""
-        if self.document_token not in self.special:
-            tokens = shorten(" ".join(sorted(self.special, key=self.special.__getitem__)), 1000)
-            if tokens:
-                advice = "name the one that begins each document with --document_token of prepare_dataset.py"
-            else:
-                advice = "add one to its added_tokens, because one begins each document"
-            raise UserError(
-                f"the tokenizer has no special token {self.document_token!r}; found {tokens or 'none'}; {advice}"
-            )
-        return self.special[self.document_token]
-
-    @property
-    def sha256(self) -> str:
-        """The identity: the SHA-256 in hex of everything that determines ids."""
-        return self.encoder.identity
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text without lone surrogates."""
-        return self.encoder.encode(text).tolist()
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text in which the name of a special token stands for the token."""
-        return self.encoder.encode(text, with_special=bool(self._special_pattern.search(text))).tolist()
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; ids of no token, which a model can still predict, are left out."""
-        return self.encoder.decode(ids)
-
-    def count_special_texts(self, text: str) -> Counter[str]:
-        """Count how often a text contains the characters of each special token, of the longest one at each place."""
-        return Counter(self._special_pattern.findall(text))
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        texts = sorted(self.special, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
-
-    @cached_property
-    def num_bytes(self) -> np.ndarray:
-        """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids.
-
-        All are 0 if the tokens of a text do not show its bytes. If the tokenizer puts a space before each text, the
-        document token has -1, so that the sum for a document is right.
-        """
-        sizes = np.zeros(self.n_vocab, np.int64)
-        if self.encoder.added_space is None:
-            return sizes
-        sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
-        sizes[[*self.special.values()]] = 0
-        if self.document_token in self.special:
-            sizes[self.document_id] = -self.encoder.added_space
-        return sizes
-
-    def to_json(self) -> str:
-        """Return the text of its tokenizer.json, for Hugging Face folders."""
-        return self.encoder.to_json()
 
 
 @dataclass(frozen=True)
@@ -199,9 +113,8 @@ class TokenizerRecord:
 GPT2_TOKENIZER = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991")
 
 
-@cache
-def _encoder_named(name: str) -> Tiktoken:
-    """Return the encoder with a name that is of no file; "bytes" encodes any text without a download."""
+def _named(name: str, document_token: str) -> Tokenizer:
+    """Return the tokenizer with a name that is of no file; "bytes" encodes any text without a download."""
     if name in ("bytes", "gpt2"):
         if name == "bytes":
             ranks = {bytes([byte]): byte for byte in range(256)}
@@ -211,7 +124,7 @@ def _encoder_named(name: str) -> Tiktoken:
             pattern = GPT2_PATTERN
         special = {END_OF_TEXT: len(ranks)}
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        return Tiktoken(encoding, pattern)
+        return Tiktoken(encoding, pattern, document_token=document_token)
     if IDS_ONLY.fullmatch(name):
         raise UserError(f"tokenizer {name}: only the number of ids is known; text needs the tokenizer itself")
     if not name:
@@ -221,7 +134,7 @@ def _encoder_named(name: str) -> Tiktoken:
         )
     check_known(name)
     # The identity contains the name instead of the pattern, which differs in writing between releases of tiktoken.
-    return Tiktoken(_download(name), f"{name} of tiktoken")
+    return Tiktoken(_download(name), f"{name} of tiktoken", document_token=document_token)
 
 
 def check_known(name: str) -> None:
@@ -257,7 +170,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
         folder: has the tokenizer.json, unless the record has its text.
     """
     if not record.is_file:
-        return Tokenizer(_encoder_named(record.tokenizer), record.document_token)
+        return _named(record.tokenizer, record.document_token)
     if folder:
         record = record.with_json(folder)
     name = record.tokenizer
@@ -265,7 +178,7 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     expected_sha256 = record.tokenizer_sha256
     where = str(folder / TOKENIZER_JSON) if folder else name
     if text:
-        tokenizer = Tokenizer(_encoder_of(text, where, expected_sha256), record.document_token)
+        tokenizer = _from_json(text, where, record.document_token, expected_sha256)
     elif folder:
         raise UserError(f"{where}: missing; expected the tokenizer {name}. Copy it there, or prepare the data again")
     else:
@@ -281,18 +194,17 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
     return tokenizer
 
 
-def _encoder_of(text: str, where: str, expected_sha256: str) -> Tiktoken | Library:
-    """Return tiktoken's encoder of a tokenizer.json if its ids are known to be the library's, else the library's."""
-    library = Library(text, where)
+def _from_json(text: str, where: str, document_token: str, expected_sha256: str) -> Tokenizer:
+    """Return tiktoken's tokenizer of a tokenizer.json if its ids are known to be the library's, else the library's."""
+    library = Library(text, where, document_token)
     bpe = read_bpe(text)
     if bpe:
-        encoder = Tiktoken(bpe.encoding, bpe.encoding._pat_str, bpe.is_nfc, bpe.literals, library)
+        tokenizer = Tiktoken(bpe.encoding, bpe.encoding._pat_str, bpe.is_nfc, bpe.literals, library, document_token)
         # An identity with a pattern is recorded only after the comparison, which needs the library.
-        if encoder.identity == expected_sha256 or gives_ids_of(bpe, text, library.library):
-            return encoder
-    largest = max(library.bytes_of, default=0)
-    if largest >= MOST_IDS:
-        raise UserError(f"{where}: the largest id is {largest:,}; expected less than {MOST_IDS:,}")
+        if tokenizer.sha256 == expected_sha256 or gives_ids_of(bpe, text, library.library):
+            return tokenizer
+    if library.n_vocab > MOST_IDS:
+        raise UserError(f"{where}: the largest id is {library.n_vocab - 1:,}; expected less than {MOST_IDS:,}")
     return library
 
 
@@ -326,7 +238,14 @@ def file_of(name: str) -> str:
 def read_text(path: Path) -> str:
     """Read a tokenizer.json."""
     model = path.with_suffix(SENTENCE_PIECE)
-    if model == path or (model.exists() and not path.exists()):
+    if model.exists() and (model == path or not path.exists()):
+        with model.open("rb") as file:
+            is_of_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(1000))
+        if is_of_tiktoken:
+            raise UserError(
+                f"{model}: ranks of tiktoken, as of Llama 3, which lack the pattern and the special tokens; expected a "
+                f"{TOKENIZER_JSON}. Give that of the same model, such as --tokenizer hf:OWNER/MODEL"
+            )
         raise UserError(
             f"{model}: a model of SentencePiece; expected a {TOKENIZER_JSON}. To write one: pip install transformers "
             f"sentencepiece protobuf, then {TO_SAVE.format(path.parent)}"

@@ -69,7 +69,7 @@ def encode(
                 encoded.sampled_bytes = len(sample.encode())
                 encoded.changed_bytes = changed_bytes(sample, tokenizer)
             for piece, size in cut_document(clean, piece_bytes):
-                ids += tokenizer.encoder.encode(piece).astype(dtype).tobytes()
+                ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
                 encoded.ends.append(len(ids) // dtype.itemsize)
                 encoded.sizes.append(size)
     encoded.ids = np.frombuffer(ids, dtype)
@@ -78,6 +78,6 @@ def encode(
 
 def changed_bytes(text: str, tokenizer: Tokenizer) -> int:
     """Return the bytes of the characters of a text that its ids do not give back, wherever they stand."""
-    known = [i for i in tokenizer.encode(text) if i != tokenizer.encoder.unknown_id]
+    known = [i for i in tokenizer.encode(text) if i != tokenizer.unknown_id]
     lost = Counter(text) - Counter(tokenizer.decode(known))
     return sum(count * len(character.encode()) for character, count in lost.items())

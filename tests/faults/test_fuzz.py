@@ -217,7 +217,7 @@ def files(tmp_path_factory):
         write_bundle(Path("bundle"), rows=11)
         row = {"ctx": "A man", "endings": ["sits", "runs", "eats", "sees"], "label": 1}
         Path("rows.jsonl").write_text(json.dumps(row))
-        Path("tokenizer.json").write_text(to_json(load_tokenizer(TokenizerRecord("bytes")).encoder.encoding))
+        Path("tokenizer.json").write_text(to_json(load_tokenizer(TokenizerRecord("bytes")).encoding))
     return folder
 
 

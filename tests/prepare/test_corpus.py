@@ -184,7 +184,7 @@ def test_a_corpus_is_what_its_user_means(files, read, said, capsys):
     ({"a.parquet": parquet(["a"]), "a.jsonl": lines(["a"])}, (" t/a.jsonl ", " t/a.parquet,")),
     ({"a.jsonl": lines(["a"]), "a.jsonl.gz": gzip.compress(lines(["b"]))}, (" t/a.jsonl ", " t/a.jsonl.gz,")),
     ({"a.txt": b"a", "b.csv": b"text\nb\n"}, ("88% of its 8 bytes", " t/b.csv (7 bytes)", "--source 't/**/*.txt'")),
-    ({"a.npy": npy(np.arange(9)), "a.txt": b"a"}, (" t/a.npy (200 bytes): token ids; train.py reads", "docs/data.md#token-ids")),
+    ({"a.npy": npy(np.arange(9)), "a.txt": b"a"}, (" t/a.npy (200 bytes): token ids; train.py", "docs/data.md#tok")),
 ])  # fmt: skip
 def test_a_corpus_that_is_not_clear_is_refused(files, facts):
     write({f"t/{name}": content for name, content in files.items()})
