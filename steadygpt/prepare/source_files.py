@@ -6,7 +6,7 @@ import re
 import shlex
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -32,10 +32,12 @@ NEVER = re.compile(
     r"special_tokens_map|generation_config|vocab)\.json|cache-.*\.arrow",
     re.IGNORECASE,
 )
-# Files that are read only if a source has no others: beside others, .json is rarely JSON Lines, and .py are scripts.
-ONLY_ALONE = (".json", ".py")
+# Groups of files: a kind, or why they are not read.
+TEXT = "text"
+ONLY_ALONE = (".json", ".py")  # read if a source has no other text, beside which these are configuration and scripts
+NO_TEXT = "cards, licences, descriptions, caches, or converted"
+TOKEN_IDS = "token ids"
 ARCHIVES = {r"\.zip$": "python -m zipfile -e", r"\.(tar(\.\w+)?|tgz)$": "python -m tarfile -e"}
-TOKEN_IDS = (".npy", ".npz", ".bin")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class LeftOut(NamedTuple):
 
     def __str__(self) -> str:
         size = f" ({bytes_text(self.num_bytes)})" if self.num_bytes else ""
-        return f"{', '.join(some(self.names, 'file', 3))}{size}: {self.reason}{self.advice and f'; {self.advice}'}"
+        beside = " beside other text" if self.reason in ONLY_ALONE else ""
+        advice = self.advice and f"; {self.advice}"
+        return f"{', '.join(some(self.names, 'file', 3))}{size}: {self.reason}{beside}{advice}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ def local_files(name: str, out: Path | None = None) -> tuple[list[LocalFile], li
     of_data_set = without_caches([*by_path.values()])
     caches = [path for path, file in by_path.items() if file not in of_data_set]
     if caches:
-        left_out.append(LeftOut("not among the files of the data set, which state.json names", caches))
+        left_out.append(LeftOut("not among the files that state.json of the data set names", caches))
     chosen, others = choose(name, {file.path: file.size for file in of_data_set})
     return [by_path[path] for path in chosen], others + left_out
 
@@ -155,31 +159,15 @@ def choose(source: str, sizes: Mapping[str, int]) -> tuple[list[str], list[LeftO
     """
     if [*sizes] == [source] and suffix_of(source):
         return [source], []
-    texts: dict[str, list[str]] = {"": [], **{suffix: [] for suffix in ONLY_ALONE}}
-    never: list[str] = []
-    others: dict[str, list[str]] = defaultdict(list)  # reason -> names
+    groups: dict[str, list[str]] = defaultdict(list)
     for name in sizes:
-        last = re.split("[/\\\\]", name)[-1]
-        suffix = suffix_of(name)
-        if NEVER.fullmatch(last) or target_of(name) in sizes or name.endswith(ORIGINAL):
-            never.append(name)
-        elif suffix:
-            texts[next((alone for alone in ONLY_ALONE if re.fullmatch(rf"{alone}(\.gz|\.zst)?", suffix)), "")].append(
-                name
-            )
-        else:
-            others[reason_of(name)].append(name)
-    kind = next((kind for kind, names in texts.items() if names), "")
-    chosen = texts.pop(kind)
+        groups[group_of(name, sizes)].append(name)
+    kind = next((kind for kind in (TEXT, *ONLY_ALONE) if kind in groups), TEXT)
+    chosen = groups.pop(kind, [])
     left_out = []
-    for suffix, names in texts.items():
-        if names:
-            reason = f"{suffix} beside other text"
-            left_out.append(LeftOut(reason, names, advice=f"to read them: {glob_of(source, names)}"))
-    left_out += [LeftOut(reason, names, advice=advice_for(source, names[0])) for reason, names in others.items()]
-    left_out = [lost._replace(num_bytes=sum(sizes[name] for name in lost.names)) for lost in left_out]
-    if never:
-        left_out.append(LeftOut("cards, licences, descriptions, caches, or converted", never))
+    for group, names in groups.items():
+        num_bytes = 0 if group == NO_TEXT else sum(sizes[name] for name in names)
+        left_out.append(LeftOut(group, names, num_bytes, advice_for(source, group, names)))
     if not chosen:
         raise nothing_found(source, left_out)
     lost = sum(lost.num_bytes for lost in left_out)
@@ -204,42 +192,51 @@ def glob_of(source: str, names: Sequence[str]) -> str:
     return f"--source {shlex.quote(f'{base}/**/*{suffix_of(names[0])}')}"
 
 
-def reason_of(name: str) -> str:
-    """Return why a file is not read whose name is not one of a format that is."""
-    if name.lower().endswith(TOKEN_IDS):
-        return "token ids"
+def group_of(name: str, names: Container[str]) -> str:
+    """Return TEXT for a file that is read, the suffix of one that is only read alone, or else why it is not read.
+
+    Args:
+        names: of all files.
+    """
+    suffix = suffix_of(name).removesuffix(".gz").removesuffix(".zst")
+    if NEVER.fullmatch(re.split("[/\\\\]", name)[-1]) or target_of(name) in names or name.endswith(ORIGINAL):
+        return NO_TEXT
+    if suffix:
+        return suffix if suffix in ONLY_ALONE else TEXT
+    if name.lower().endswith((".npy", ".npz", ".bin")):
+        return TOKEN_IDS
     if any(re.search(pattern, name.lower()) for pattern in ARCHIVES):
         return "archives"
-    if target_of(name):
-        return "of a format that is not read"
-    return "of other types"
+    return "of a format that is not read" if target_of(name) else "of other types"
 
 
-def advice_for(source: str, name: str) -> str:
-    """Return what to type so that a file of a kind that is not read is read; "" if that is not known."""
-    then = ", then run this again"
-    quoted = shlex.quote(name)
-    if name.lower().endswith(TOKEN_IDS):
+def advice_for(source: str, group: str, names: Sequence[str]) -> str:
+    """Return what to type so that the first of some files that are left out is read; "" if that is not known."""
+    name = names[0]
+    if group == NO_TEXT:
+        return ""
+    if group in ONLY_ALONE:
+        return f"to read them: {glob_of(source, names)}"
+    if group == TOKEN_IDS:
         return "train.py reads .npy and .bin as they are, see docs/data.md#token-ids"
-    for pattern, command in ARCHIVES.items():
+    if "://" in name:
+        return "copy them to a folder of this machine, and prepare that"
+    for pattern, unpack in ARCHIVES.items():
         if re.search(pattern, name.lower()):
-            folder = re.sub(pattern, "", name, flags=re.IGNORECASE)
-            if name == source:
-                then = f", then --source {shlex.quote(folder)}"
-            return "unpack them" if "://" in name else f"type {command} {quoted} {shlex.quote(folder)}{then}"
-    target = target_of(name)
-    if target:
-        command = convert_command(name)
+            target = re.sub(pattern, "", name, flags=re.IGNORECASE)
+            command = shlex.join([*unpack.split(), name, target])
+            break
     else:
-        suffix = "" if "://" in name else suffix_by_content(Path(name))
-        if not suffix:
+        target = target_of(name)
+        suffix = "" if target else suffix_by_content(Path(name))
+        if suffix:
+            base = name if suffix in TEXTS else str(Path(name).with_suffix(""))
+            target = base if suffix_of(base) else f"{base}{suffix}"
+        if not target:
             return ""
-        base = str(Path(name).with_suffix("")) if suffix not in TEXTS else name
-        target = base if suffix_of(base) else f"{base}{suffix}"
-        command = rename_command(name, target)
-    if name == source:
-        then = f", then --source {shlex.quote(target)}"
-    return f"type {command}{then}"
+        command = rename_command(name, target) if suffix else convert_command(name)
+    then = f"then --source {shlex.quote(target)}" if name == source else "then run this again"
+    return f"type {command}, {then}"
 
 
 def nothing_found(source: str, left_out: Sequence[LeftOut]) -> UserError:

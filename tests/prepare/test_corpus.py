@@ -209,7 +209,7 @@ def test_caches_of_datasets_are_left_out(capsys):
     prepare("saved")
     assert ids_of() == ids_expected(TEXTS)
     said = capsys.readouterr().err
-    assert "saved/mapped.arrow: not among the files of the data set, which state.json names" in said
+    assert "saved/mapped.arrow: not among the files that state.json of the data set names" in said
     refused("--source saved/cache-indices.arrow --out new", "saved/cache-indices.arrow: ", "save_to_disk()")
 
 
