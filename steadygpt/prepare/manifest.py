@@ -38,7 +38,9 @@ class CorpusOptions:
     max_files: int | None = option(None, "use the first N files, sorted by name (default: all)", at_least=1)
     text_field: str = option("text", "JSON field or column with the text")
     separator: str = option(
-        "", "what stands between the documents of a text, such as '<|endoftext|>' or '\\n\\n' (default: a text is one)"
+        "",
+        "what stands between the documents of a text, such as '<|endoftext|>' or '\\n\\n' (default: a text is one "
+        "document)",
     )
     tokenizer: str = option(
         "gpt2",
