@@ -240,26 +240,17 @@ def test_shards_are_selected_by_split_and_sorted_by_name(tmp_path):
     assert [shard.path.name for shard in ShardSet.find("", str(tmp_path), "val").shards] == ["a_val_000000.npy"]
 
 
-@pytest.mark.parametrize("way", ["link", "hard link", "copy"])
-def test_each_real_shard_is_read_once(tmp_path, way, capsys):
+@pytest.mark.parametrize("way", ["link", "hard link"])
+def test_each_real_shard_is_read_once(tmp_path, way):
     first = tmp_path / "a_train_000001.npy"
     write_shard(first, np.arange(60_000, dtype=np.uint16))
-    write_shard(tmp_path / "a_train_000002.npy", np.arange(60_000, dtype=np.uint16) + 1)  # of the same size
     again = tmp_path / "b_train_000000.npy"
-    if way == "copy":
-        again.write_bytes(first.read_bytes())
-    else:
-        again.hardlink_to(first) if way == "hard link" else again.symlink_to(first)
-    assert train_shards(tmp_path).num_tokens == 120_000
-    assert f"{again}: the same content as a_train_000001.npy; it is not read twice" in capsys.readouterr().err
+    again.hardlink_to(first) if way == "hard link" else again.symlink_to(first)
+    (found,) = train_shards(tmp_path).shards
+    assert found.path == first
 
 
-def test_a_validation_shard_that_is_a_training_shard_is_named(tmp_path, capsys):
-    for split in ("train", "val"):
-        write_shard(tmp_path / f"a_{split}_000000.npy", np.arange(99, dtype=np.uint16))
-    ShardSet.find("", str(tmp_path), "val")
-    said = "a_val_000000.npy: the same content as a_train_000000.npy; the validation on it measures training data"
-    assert said in capsys.readouterr().err
+def test_a_name_that_says_both_splits_is_refused(tmp_path):
     write_shard(tmp_path / "train_val_1.npy", np.arange(9, dtype=np.uint16))
     for split in ("train", "val"):
         refused(lambda split=split: ShardSet.find("", str(tmp_path), split), "train_val_1.npy: ")

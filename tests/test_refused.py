@@ -265,7 +265,7 @@ SHARDS: list[tuple] = [
     ("train", "not a manifest", file("data/manifest.json", b"{")),
     ("train", "vocab_size is 257, but the tokenizer 'gpt2' has", manifest(tokenizer="gpt2")),
     ("train --tokenizer gpt2", "--tokenizer is 'gpt2'; data was prepared with 'bytes'; drop the flag"),
-    ("train", "999 bytes is not a whole number of uint16", foreign("train.bin", bytes(999))),
+    ("train", "999 bytes without a header are not ids in uint16", foreign("train.bin", bytes(999))),
     ("train", "no header of llm.c; expected", foreign("a_train_0.bin", llmc(5, 1, 100))),
     ("train", "header says 101 tokens", foreign("a_train_0.bin", llmc(20240520, 1, 101))),
     ("train", "header says -1 tokens", foreign("a_train_0.bin", llmc(20240520, 1, -1))),

@@ -8,8 +8,7 @@ import os
 import shutil
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 PIECE_BYTES = 2**25  # of an UncachedFile
-SAMPLE_BYTES = 2**16  # at the beginning of files of equal size; where these differ, the files do
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a folder: older CIFS, VirtualBox
 
 
@@ -106,27 +104,6 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def possible_copies(sizes: Mapping[Path, int]) -> list[list[Path]]:
-    """Group files of equal size and beginning, which alone can be copies of each other; empty files are left out.
-
-    Args:
-        sizes: file -> its size in bytes.
-    """
-    of_size: dict[int, list[Path]] = defaultdict(list)
-    for file, size in sizes.items():
-        of_size[size].append(file)
-    groups: list[list[Path]] = []
-    for size, files in of_size.items():
-        if size == 0 or len(files) == 1:
-            continue
-        of_beginning: dict[bytes, list[Path]] = defaultdict(list)
-        for file in files:
-            with file.open("rb") as opened:
-                of_beginning[opened.read(SAMPLE_BYTES)].append(file)
-        groups += [group for group in of_beginning.values() if len(group) > 1]
-    return groups
 
 
 def existing(path: Path) -> Path:

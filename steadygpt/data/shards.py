@@ -1,34 +1,32 @@
 """Token shards: file formats, the manifest, and the checks before training."""
 
-import filecmp
 import hashlib
 import os
 import re
 import resource
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Annotated, BinaryIO, NamedTuple, TypedDict
+from typing import IO, Annotated, NamedTuple, TypedDict
 
 import numpy as np
 from msgspec import Meta
 
-from steadygpt.base.durable import possible_copies, sha256_of
+from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
-from steadygpt.base.progress import ProgressBar, say
+from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, FileName, read_json, typed
 
 TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".csv")  # suffixes of what someone may take for shards
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
-SAMPLED = 64  # shards whose content machines compare, by samples
-SAMPLES = 16  # places in each of these shards
+SAMPLES = 16  # places in a shard of other tools
 SAMPLE_TOKENS = 1024  # tokens at each place
 NO_MANIFEST = "so it is not a manifest; prepare the data again"
 # Files of llm.c and modded-nanogpt begin with 256 int32: magic number, version, token count. The magic number implies
@@ -124,42 +122,19 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def headerless_dtype(file: BinaryIO, size: int, vocab_size: int) -> np.dtype:
-    """Return token_dtype() for a file without a header, after a check that its ids look like it; seek to 0.
-
-    Args:
-        size: of the file, in bytes.
-    """
+def headerless_dtype(path: Path, vocab_size: int) -> np.dtype:
+    """Return token_dtype() for a file without a header, after a check that a sample of its ids has this width."""
     dtype = token_dtype(vocab_size)
-    if size % dtype.itemsize:
-        raise UserError(f"{file.name}: {size} bytes is not a whole number of {dtype.name} token ids; copy it again")
-    whole = size // 64 * 64  # bytes; pieces from all over the file are sampled, because it may begin with padding
-    sample = b""
-    for at in np.unique(np.linspace(0, max(0, whole - 512), 16).astype(int) // 64 * 64).tolist():
-        file.seek(at)
-        sample += file.read(min(512, whole - at))
-    file.seek(0)
-    # How large the four 16-bit words of each 8 bytes are. The upper words of wider ids are nearly all small.
-    low, *upper = np.quantile(np.frombuffer(sample, "<u2").reshape(-1, 4), 0.9, axis=0) if whole else [0] * 4
-    if 16 * max(upper[::2]) > low:
-        looks_like = "uint16"
-    elif any(upper[1:]):
-        looks_like = "uint32"
-    else:
-        looks_like = "uint64"
-    ids = np.frombuffer(sample, dtype)
-    sample_bytes = np.frombuffer(sample, "u1")
-    # In a text in uint8, all bytes are below 128 and few are below 9.
-    is_text = whole and np.quantile(sample_bytes, 0.9) < 128 and np.median(sample_bytes[1::2]) > 8
-    is_other = low and looks_like != dtype.name and ((ids >= vocab_size).any() or np.quantile(ids[1::2], 0.9) == 0)
-    if is_other or is_text:
-        if is_text:
-            looks_like = "uint8"
+    size = path.stat().st_size
+    ids = np.memmap(path, dtype, mode="r", shape=(size // dtype.itemsize,)) if size else np.empty(0, dtype)
+    # From all over the file, which may begin with padding; as many odd places as even ones.
+    sample = ids[: len(ids) // 2 * 2].reshape(-1, 2)[:: max(1, len(ids) // 2**15)]
+    is_wider = len(sample) and sample[:, 0].any() and (sample[:, 1] == 0).mean() > 0.9
+    if size % dtype.itemsize or (sample >= vocab_size).any() or is_wider:
         raise UserError(
-            f"{file.name}: found ids that look like {looks_like}, without a header; expected {dtype.name}, because the "
-            f"vocabulary has {vocab_size:,} ids. Name the tokenizer that wrote them with --tokenizer, or save them "
-            f"with a header, numpy.save({file.name.removesuffix('.bin')!r}, numpy.fromfile({file.name!r}, "
-            f"{looks_like!r}).astype('u4')), and remove this file"
+            f"{path}: {size:,} bytes without a header are not ids in {dtype.name}, which the vocabulary of "
+            f"{vocab_size:,} implies. Name the tokenizer that wrote them with --tokenizer, or save them with "
+            f"numpy.save('{path.with_suffix('')}', ids.astype('u4'))"
         )
     return dtype
 
@@ -259,32 +234,8 @@ def shard_files(data_dir: Path, split: str) -> list[Path]:
             if {"train", "val"} <= {*words}:
                 raise UserError(f"{file}: its name says train and val; expected one of them. Rename it")
             found.append(file)
-    return found
-
-
-def warn_of_copies(files: Sequence[Path], others: Sequence[Path]) -> None:
-    """Warn of each validation shard that is also a training shard, by a link or a copy."""
-    for file in files:
-        for other in others:
-            if other.stat().st_size == file.stat().st_size and filecmp.cmp(file, other, shallow=False):
-                say(f"warning: {file}: the same content as {other.name}; the validation on it measures training data")
-
-
-def without_copies(files: Sequence[Path]) -> list[Path]:
-    """Return files without links to others and without copies of others, which are named on stderr."""
-    first_of: dict[Path, Path] = {}  # of several files with the same content
-    for group in possible_copies({file: file.stat().st_size for file in files}):
-        first_with: dict[str, Path] = {}  # SHA-256 -> file
-        for file in group:
-            first_of[file] = first_with.setdefault(sha256_of(file), file)
-    kept = []
-    for file in files:
-        first = first_of.get(file, file)
-        if first == file:
-            kept.append(file)
-        else:
-            say(f"{file}: the same content as {first.name}; it is not read twice")
-    return kept
+    of_inode = {(stat.st_dev, stat.st_ino): file for file in reversed(found) for stat in [file.stat()]}
+    return sorted(of_inode.values())  # each real file once
 
 
 @dataclass(frozen=True)
@@ -310,10 +261,6 @@ class ShardSet:
             if missing:
                 raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
             files = [f for f in files if f.name in listed]
-        else:
-            files = without_copies(files)
-            if split == "val":
-                warn_of_copies(files, shard_files(data_dir, "train"))
         if not files:
             folder = shlex.quote(str(data_dir))
             arguments = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {folder}"
@@ -340,10 +287,8 @@ class ShardSet:
         """Return this set with the dtype that the vocabulary implies for the files without a header."""
 
         def sized(shard: Shard) -> Shard:
-            with shard.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                dtype = headerless_dtype(file, size, vocab_size)
-            return replace(shard, dtype=dtype, num_tokens=size // dtype.itemsize)
+            dtype = headerless_dtype(shard.path, vocab_size)
+            return replace(shard, dtype=dtype, num_tokens=shard.path.stat().st_size // dtype.itemsize)
 
         shards = [shard if shard.offset or not shard.num_tokens else sized(shard) for shard in self.shards]
         return replace(self, shards=shards)
@@ -357,26 +302,10 @@ class ShardSet:
         """The SHA-256 of each file that the manifest lists."""
         return {entry["file"]: entry["sha256"] for entry in self.manifest["shards"]} if self.manifest else {}
 
-    def listing(self, reads: bool) -> dict[str, str]:
-        """Return a description of each shard by path; with `reads`, SAMPLED of them have a digest of some tokens."""
-        digests = self.digests
-        descriptions: dict[str, str] = {}
-        step = -(-len(self.shards) // SAMPLED)
-        for number, shard in enumerate(self.shards):
-            description = f"{shard.num_tokens:,} tokens of {shard.dtype.itemsize} bytes"
-            description += f", SHA-256 {digests.get(shard.path.name, 'unknown')}"
-            if reads and number % step == 0:
-                tokens = shard.tokens()
-                places = np.linspace(0, shard.num_tokens, SAMPLES, endpoint=False, dtype=int)
-                sample = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in [*places, -SAMPLE_TOKENS])
-                description += f", of some tokens {hashlib.sha256(sample).hexdigest()[:12]}"
-            descriptions[str(shard.path)] = description
-        return descriptions
-
     def identity(self) -> str:
         """Return the SHA-256 of this set: of its shards' sums in the manifest or, without one, of samples of them."""
         sums = self.digests
-        descriptions = [sums[shard.path.name] for shard in self.shards] if sums else self.listing(reads=True).values()
+        descriptions = [sums[shard.path.name] if sums else sample_of(shard) for shard in self.shards]
         return hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
 
     def check(self, vocab_size: int, known: Collection[tuple[str, int, int]] = ()) -> list[tuple[str, int, int]]:
@@ -411,16 +340,12 @@ class ShardSet:
             return [*bar]
 
 
-def check_listing(listing: Mapping[str, str], listing_of_main: Mapping[str, str]) -> None:
-    """Compare the listing of the shards of this machine with that of rank 0."""
-    for path in sorted(listing.keys() | listing_of_main.keys()):
-        description = listing.get(path, "no such shard")
-        expected = listing_of_main.get(path, "no such shard")
-        if description != expected:
-            raise UserError(
-                f"{path}: differs from rank 0's; found {description}, expected {expected}. Every node needs the same "
-                "shards: copy rank 0's folder"
-            )
+def sample_of(shard: Shard) -> str:
+    """Describe a shard by its size and by some of its tokens."""
+    tokens = shard.tokens()
+    places = np.linspace(0, shard.num_tokens, SAMPLES, endpoint=False, dtype=int)
+    sample = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in [*places, -SAMPLE_TOKENS])
+    return f"{shard.path.name}, {shard.num_tokens} in {shard.dtype}: {hashlib.sha256(sample).hexdigest()}"
 
 
 def stamp(path: Path) -> tuple[str, int, int]:

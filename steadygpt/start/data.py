@@ -9,7 +9,7 @@ from dataloader import Order, RowStream
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
-from steadygpt.data.shards import MANIFEST, ShardSet, check_listing, parse_folders, read_manifest, shard_files
+from steadygpt.data.shards import MANIFEST, ShardSet, parse_folders, read_manifest, shard_files
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, record_named
 from steadygpt.machine.ranks import Ranks
 from steadygpt.start.find import Start
@@ -46,13 +46,21 @@ class Data:
 def open_data(start: Start, ranks: Ranks) -> Data:
     """Find the shards of a run and map them into memory on each rank, where they must be the same."""
     data = ranks.on_each(lambda: find_data(start))
-    if ranks.world_size > 1:
-        listing: dict[str, str] = {}
-        for shards in data.sets:
-            listing |= shards.listing(reads=not ranks.is_one_machine)
-        listing_of_main = ranks.broadcast(listing)
-        ranks.on_each(lambda: check_listing(listing, listing_of_main))
+    identities = {(shards.folder, shards.split): identity for shards, _, identity in (*data.sources, *data.val_sets)}
+    of_main = ranks.broadcast(identities)
+    ranks.on_each(lambda: check_identities(identities, of_main))
     return data
+
+
+def check_identities(identities: Mapping[tuple[str, str], str], of_main: Mapping[tuple[str, str], str]) -> None:
+    """Compare the shards of this rank with those of rank 0, by folder and split."""
+    for (folder, split), identity in identities.items():
+        expected = of_main.get((folder, split), "no such shards")
+        if identity != expected:
+            raise UserError(
+                f"{folder}: its {split} shards differ from rank 0's; found SHA-256 {identity:.12}..., expected "
+                f"{expected:.12}... Every node needs the same shards: copy rank 0's folder"
+            )
 
 
 def find_data(start: Start) -> Data:
