@@ -116,10 +116,11 @@ def _hellaswag_answers(texts: Sequence[Sequence[str]], tokenizer: Tokenizer) -> 
     context = tokenizer.encode(texts[0][0])
     if not context:
         context = [tokenizer.document_id]  # as every document of the data begins
+    space = "" if tokenizer.added_space else " "  # one space before the ending
     answers = []
     scored = []
     for _, ending in texts:
-        ending_ids = tokenizer.encode(f" {ending}")  # GPT-2's words begin with a space
+        ending_ids = tokenizer.encode(space + ending)
         answers.append(np.array(context + ending_ids, np.int32))
         scored.append(len(ending_ids))
     return answers, scored

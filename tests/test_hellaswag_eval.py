@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ground import weights_content
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tokenizer_json import both_of_sentence_piece
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle
@@ -192,6 +195,17 @@ def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(contex
     assert [bytes(ids.tolist()) for ids in question.answers] == cut
     assert question.scored == [min(8, 1 + len(ending)) for ending in endings]
     assert question.is_cut == (len(context) > 5)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, both_of_sentence_piece()], ids=["bytes", "a space before each text"])
+@given(context=st.text(min_size=1), an_ending=st.text(min_size=1))
+@settings(max_examples=30)
+def test_one_space_is_between_context_and_ending(tokenizer, context, an_ending):
+    context, an_ending = (text.replace("\u2581", "_") for text in (context, an_ending))  # which is decoded as a space
+    question = tokenize(ending(context, an_ending), 0, tokenizer, 1000)
+    [ids], [count] = question.answers, question.scored
+    assert tokenizer.decode(ids.tolist()) == f"{context} {an_ending}"
+    assert b"".join(tokenizer.bytes_of[i] for i in ids[len(ids) - count :].tolist()) == f" {an_ending}".encode()
 
 
 def test_endings_without_a_context_begin_a_document(model):

@@ -166,6 +166,14 @@ class Tokenizer:
         return b"".join(self.bytes_of.get(i, b"") for i in ids).decode(errors="replace")
 
     @cached_property
+    def added_space(self) -> str | None:
+        """The space that it puts before each text, or ""; None if the tokens of a text do not show its bytes."""
+        if self.encoding:
+            return ""
+        shown = b"".join(self.bytes_of[i] for i in self.encode(PROBE))
+        return {PROBE.encode(): "", f" {PROBE}".encode(): " "}.get(shown)
+
+    @cached_property
     def num_bytes(self) -> np.ndarray:
         """The number of bytes of each id, (n_vocab,) int64; 0 for special tokens and unused ids.
 
@@ -173,16 +181,12 @@ class Tokenizer:
         document token has -1, so that the sum for a document is right.
         """
         sizes = np.zeros(self.n_vocab, np.int64)
-        added_space = 0
-        if not self.encoding:
-            shown = b"".join(self.bytes_of[i] for i in self.encode(PROBE))
-            if shown not in (PROBE.encode(), b" " + PROBE.encode()):
-                return sizes
-            added_space = len(shown) - len(PROBE.encode())
+        if self.added_space is None:
+            return sizes
         sizes[np.fromiter(self.bytes_of, np.int64)] = np.fromiter(map(len, self.bytes_of.values()), np.int64)
         sizes[[*self.special.values()]] = 0
         if self.document_token in self.special:
-            sizes[self.document_id] = -added_space
+            sizes[self.document_id] = -len(self.added_space)
         return sizes
 
     @cached_property
