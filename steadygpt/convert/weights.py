@@ -426,9 +426,9 @@ def kept_files(folder: Path, stored: dict) -> str:
         path = folder / name
         with suppress(OSError, UserError, ValueError, RecursionError):  # broken files are left out
             text = path.read_bytes().decode()
-            if path.suffix == ".json":
-                json.loads(text)
-            files[name] = text
+            # With an empty generation_config.json, transformers would not know how a text ends.
+            if path.suffix != ".json" or json.loads(text):
+                files[name] = text
     return json.dumps({"ids": ids, "files": files})
 
 

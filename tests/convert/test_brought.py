@@ -111,14 +111,16 @@ def test_weights_beside_a_broken_tokenizer_are_read(text):
     assert read_weights("model")["tokenizer"] == ""
 
 
-def test_kept_files_are_the_same_bytes_and_broken_ones_are_left_out():
+@pytest.mark.parametrize("generation_config", ["{broken", "{}"])
+def test_kept_files_are_the_same_bytes_and_broken_or_empty_ones_are_left_out(generation_config):
     llama("model", 257)
     Path("model/chat_template.jinja").write_bytes(b"a\r\nb\r\n")
-    Path("model/generation_config.json").write_text("{broken")
+    Path("model/generation_config.json").write_text(generation_config)
     assert convert_hf.main(["model", "weights.pt", "--tokenizer", "bytes"]) == 0
     assert convert_hf.main(["weights.pt", "out"]) == 0
     assert Path("out/chat_template.jinja").read_bytes() == b"a\r\nb\r\n"
-    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 2
+    assert transformers.GenerationConfig.from_pretrained("out").eos_token_id == 2
+    assert transformers.AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == 2
 
 
 def test_an_export_says_how_a_text_ends():
