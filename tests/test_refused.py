@@ -221,6 +221,8 @@ FLAGS: list[tuple] = [
     ("generate --prompt_file empty", "--prompt_file empty: empty", file("empty", b"")),
     ("generate --prompt_file line", "--prompt_file line: empty", file("line", b"\n")),
     ("generate --prompt_file latin-1", "--prompt_file latin-1: not UTF-8 at byte 2", file("latin-1", b"na\xefve")),
+    ("generate runs/a/latest", "runs/a/latest: not a name on the ...; there is no such file or folder either"),
+    ("generate checkpoint/best", "checkpoint/best: not found on the ...; there is no such file or folder either"),
     ("hellaswag_eval none.pt", "none.pt: no such"),
     (f"hellaswag_eval {OF_RUN} --hellaswag_file none.jsonl", "none.jsonl: cannot be read"),
     (f"hellaswag_eval {OF_RUN} --tasks core --core_dir nowhere", "nowhere/core.yaml: cannot be read"),
