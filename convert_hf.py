@@ -41,6 +41,12 @@ from steadygpt.convert.weights import (
 )
 from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_tokenizer
 
+# Suffix of a file -> the program that makes it from a Hugging Face folder, and its command.
+MADE_FROM_FOLDERS = {
+    ".gguf": ("llama.cpp", "python llama.cpp/convert_hf_to_gguf.py exported --outfile {target}"),
+    ".onnx": ("optimum", "optimum-cli export onnx --model exported NEW_FOLDER"),
+}
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -143,6 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes: list[str] = []
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
+    if target.suffix in MADE_FROM_FOLDERS:
+        program, command = MADE_FROM_FOLDERS[target.suffix]
+        raise UserError(
+            f"{target}: expected a new folder, such as exported, from which {program} makes such a file: "
+            f"{command.format(target=target)}"
+        )
     if target.exists():
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
     source, checkpoint = open_weights(options.source, Path(options.checkpoint_dir), options.tokenizer)

@@ -34,10 +34,6 @@ from steadygpt.machine.device import any_length, autocast, choose_precision, eva
 from steadygpt.machine.ranks import Ranks, joined
 
 TOKENS_PER_BATCH = {"cpu": 2048, "gpu": 16384}  # padding included
-# Bound on autocast's error in a sum of n losses, in nats per sqrt(n). In bf16, models of 1 to 124 M parameters have an
-# rms error of 0.0045 to 0.0082.
-ROUNDING = 0.02
-ROUNDING_OF_LEAD = 0.1  # of a logit's lead over all others; rms errors of 0.004 to 0.005 with 3 and 16 M parameters
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,7 +100,7 @@ def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int)
             count = min(count, len(answer) - 1)
         elif count >= len(answer):
             count = 0
-        # Of equal answers rounding could prefer the later one, which is not scored.
+        # Equal answers are scored once, because rounding could prefer the copy.
         for earlier, earlier_count in zip(answers, counts, strict=True):
             if count == earlier_count and np.array_equal(answer, earlier):
                 count = 0
@@ -120,10 +116,11 @@ def _hellaswag_answers(texts: Sequence[Sequence[str]], tokenizer: Tokenizer) -> 
     context = tokenizer.encode(texts[0][0])
     if not context:
         context = [tokenizer.document_id]  # as every document of the data begins
+    space = "" if tokenizer.added_space else " "  # one space before the ending
     answers = []
     scored = []
     for _, ending in texts:
-        ending_ids = tokenizer.encode(f" {ending}")  # GPT-2's words begin with a space
+        ending_ids = tokenizer.encode(space + ending)
         answers.append(np.array(context + ending_ids, np.int32))
         scored.append(len(ending_ids))
     return answers, scored
@@ -203,69 +200,27 @@ def score(
 ) -> np.ndarray:
     """Score the answers of questions on all ranks together, (questions, most answers, 2) float64, see score_batch().
 
-    Under autocast, questions that its rounding may decide are scored again without it, so the choices are those of fp32
-    (except for FSDP in bf16, which rounds the weights).
-
     Args:
         check: is called before each batch, and may raise to end the evaluation.
 
     Returns: the same array on every rank; 0 for answers that a question lacks.
     """
-    widths = np.array([question.width for question in questions])
-    most_answers = max(len(question.answers) for question in questions)
     tokens_per_batch = TOKENS_PER_BATCH["cpu" if ranks.device.type == "cpu" else "gpu"]
-
-    def score_some(indices: np.ndarray, desc: str) -> np.ndarray:
-        """Score the questions of these indices; the scores of all others are 0."""
-        batches = make_batches(widths[indices], tokens_per_batch)
-        scores = torch.zeros(len(questions), most_answers, 2, dtype=torch.float64)
-        turns = range(0, len(batches), ranks.world_size)
-        is_hidden = not (progress and batches)
-        for turn in ProgressBar(iterable=turns, total=len(turns), desc=desc, unit="batch", disable=is_hidden):
+    batches = make_batches([question.width for question in questions], tokens_per_batch)
+    most_answers = max(len(question.answers) for question in questions)
+    scores = torch.zeros(len(questions), most_answers, 2, dtype=torch.float64)
+    turns = range(0, len(batches), ranks.world_size)
+    with evaluating(model), any_length():
+        for turn in ProgressBar(iterable=turns, total=len(turns), desc="examples", unit="batch", disable=not progress):
             check()
             # FSDP needs all ranks in every forward: a rank without a batch recomputes the last one and discards it.
             has_batch = turn + ranks.rank < len(batches)
-            batch = indices[batches[turn + ranks.rank] if has_batch else batches[-1]]
+            batch = batches[turn + ranks.rank] if has_batch else batches[-1]
             scores_of_batch = score_batch(model, [questions[number] for number in batch], ranks.device)
             if has_batch:
                 for number, answers in zip(batch, scores_of_batch, strict=True):
                     scores[number, : len(answers)] = torch.tensor(answers)
-        return ranks.sum(scores).numpy()
-
-    with evaluating(model), any_length():
-        scores = score_some(np.arange(len(questions)), "examples")
-        if torch.is_autocast_enabled(ranks.device.type):
-            close = close_calls(questions, scores)
-            with torch.autocast(ranks.device.type, enabled=False):
-                scores[close] = score_some(close.nonzero()[0], "close calls")[close]
-    return scores
-
-
-def by_sum_and_length(questions: Sequence[Question], scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the loss of each answer by its sum and per token, and its number of tokens, (questions, most answers).
-
-    An answer without a token is never the best, unless it is the first one: in nanochat its loss per token is NaN, and
-    Python's min() takes a NaN that comes first.
-    """
-    lengths = np.zeros(scores.shape[:2])
-    for number, question in enumerate(questions):
-        lengths[number, : len(question.scored)] = question.scored
-    sums = np.where(lengths > 0, scores[..., 0], np.inf)
-    per_token = sums / np.maximum(lengths, 1)
-    per_token[lengths[:, 0] == 0, 0] = -np.inf
-    return sums, per_token, lengths
-
-
-def close_calls(questions: Sequence[Question], scores: np.ndarray) -> np.ndarray:
-    """Return in which questions rounding may decide the answer, by sum or by length; (questions,) bool."""
-    sums, per_token, lengths = by_sum_and_length(questions, scores)
-    is_greedy = np.array([question.label is None for question in questions])
-    close = is_greedy & (np.abs(scores[:, 0, 1]) < ROUNDING_OF_LEAD)
-    errors_of_sums = ROUNDING * np.sqrt(lengths)
-    for losses, errors in ((sums, errors_of_sums), (per_token, errors_of_sums / np.maximum(lengths, 1))):
-        bound = (losses + errors).min(1, keepdims=True)  # the best answer is at most this
-        close |= (losses - errors < bound).sum(1) > 1
-    return close
+    return ranks.sum(scores).numpy()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,9 +228,18 @@ def close_calls(questions: Sequence[Question], scores: np.ndarray) -> np.ndarray
 
 
 def right_answers(questions: Sequence[Question], scores: np.ndarray) -> np.ndarray:
-    """Return whether the best answer is the right one, by the summed loss and by the loss per token, (2, questions)."""
+    """Return whether the best answer is the right one, by the summed loss and by the loss per token, (2, questions).
+
+    An answer without a token is never the best, unless it is the first one: in nanochat its loss per token is NaN, and
+    Python's min() takes a NaN that comes first.
+    """
     labels = np.array([-1 if question.label is None else question.label for question in questions])
-    sums, per_token, _ = by_sum_and_length(questions, scores)
+    lengths = np.zeros(scores.shape[:2])
+    for number, question in enumerate(questions):
+        lengths[number, : len(question.scored)] = question.scored
+    sums = np.where(lengths > 0, scores[..., 0], np.inf)
+    per_token = sums / np.maximum(lengths, 1)
+    per_token[lengths[:, 0] == 0, 0] = -np.inf
     is_right = [sums.argmin(1) == labels, per_token.argmin(1) == labels]
     is_most_likely = scores[:, 0, 1] > 0  # each token of a single answer leads over all others
     return np.where(labels < 0, is_most_likely, is_right)

@@ -233,6 +233,12 @@ def test_a_downloaded_model_is_read_without_a_network(workdir, monkeypatch):
     assert run_here("--init_from", "gpt2", "--max_steps", "3") == 0
 
 
+def test_a_path_that_may_be_a_name_on_the_hub_is_reported_as_no_file_without_a_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with refusal("checkpoint/best: ", "HF_HUB_OFFLINE", "no such file or folder"):
+        read_weights("checkpoint/best")
+
+
 @pytest.mark.parametrize("file_bytes", [500, 5000])  # too few for config.json, for the weights
 def test_an_interrupted_or_failed_export_leaves_no_files(tmp_path, monkeypatch, file_bytes):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ground import weights_content
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tokenizer_json import both_of_sentence_piece
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle
 from hellaswag_eval import (
-    ROUNDING,
-    ROUNDING_OF_LEAD,
     TOKENS_PER_BATCH,
     Question,
     Suite,
-    close_calls,
     make_batches,
     right_answers,
     score,
@@ -138,36 +138,6 @@ def test_prompts_begin_a_document_after_answered_examples():
     assert (bytes(question.answers[0][1:].tolist()), question.scored, question.label) == (b"C\nis", [3], None)
 
 
-def test_close_calls_in_bf16_are_scored_again_in_fp32(model, tmp_path):
-    write_bundle(tmp_path, rows=12)
-    core = [question for task in load_core(str(tmp_path)) for question in questions_of(task)[::3]]
-    questions = [*questions_of(hellaswag(count=40)), *core]
-    exact = score(model, questions, CPU)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = score(model, questions, CPU)
-    again = close_calls(questions, exact)
-    assert 0 < again.sum() < len(questions) / 2
-    assert (found[~again] != exact[~again]).any()
-    assert (right_answers(questions, found) == right_answers(questions, exact)).all()
-
-
-def test_every_choice_that_rounding_can_change_is_a_close_call():
-    random = np.random.default_rng(0)
-    lengths = random.integers(1, 40, (1500, 4))
-    none = [np.zeros(1, np.int32)] * 4
-    questions = [Question(none, row.tolist(), 0, False) for row in lengths]
-    questions[1000:] = [question._replace(label=None) for question in questions[1000:]]
-    exact = np.stack([random.normal(3, 0.02, lengths.shape) * lengths, random.normal(0, 1, lengths.shape)], axis=-1)
-    errors = random.uniform(-1, 1, exact.shape)
-    errors[..., 0] *= ROUNDING * np.sqrt(lengths)
-    errors[..., 1] *= ROUNDING_OF_LEAD
-    close = close_calls(questions, exact + errors)
-    changed = right_answers(questions, exact) != right_answers(questions, exact + errors)
-    assert changed[:, :1000].any(1).all() and changed[:, 1000:].any()
-    assert close[changed.any(0)].all()
-    assert not close[:1000].all() and not close[1000:].all()
-
-
 def test_evaluation_turns_dropout_off_and_training_mode_on_again(model):
     dropping, questions = GPT(dataclasses.replace(model.config, dropout=0.5)), questions_of(hellaswag())
     dropping.load_state_dict(model.state_dict())
@@ -225,6 +195,17 @@ def test_a_context_too_long_beside_its_longest_ending_is_cut_at_the_start(contex
     assert [bytes(ids.tolist()) for ids in question.answers] == cut
     assert question.scored == [min(8, 1 + len(ending)) for ending in endings]
     assert question.is_cut == (len(context) > 5)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, both_of_sentence_piece()], ids=["bytes", "a space before each text"])
+@given(context=st.text(min_size=1), an_ending=st.text(min_size=1))
+@settings(max_examples=30)
+def test_one_space_is_between_context_and_ending(tokenizer, context, an_ending):
+    context, an_ending = (text.replace("\u2581", "_") for text in (context, an_ending))  # which is decoded as a space
+    question = tokenize(ending(context, an_ending), 0, tokenizer, 1000)
+    [ids], [count] = question.answers, question.scored
+    assert tokenizer.decode(ids.tolist()) == f"{context} {an_ending}"
+    assert b"".join(tokenizer.bytes_of[i] for i in ids[len(ids) - count :].tolist()) == f" {an_ending}".encode()
 
 
 def test_endings_without_a_context_begin_a_document(model):

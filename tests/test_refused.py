@@ -221,10 +221,16 @@ FLAGS: list[tuple] = [
     ("generate --prompt_file empty", "--prompt_file empty: empty", file("empty", b"")),
     ("generate --prompt_file line", "--prompt_file line: empty", file("line", b"\n")),
     ("generate --prompt_file latin-1", "--prompt_file latin-1: not UTF-8 at byte 2", file("latin-1", b"na\xefve")),
+    ("generate runs/a/latest", "runs/a/latest: not a name on the ...; there is no such file or folder either"),
+    ("generate checkpoint/best", "checkpoint/best: not found on the ...; there is no such file or folder either"),
     ("hellaswag_eval none.pt", "none.pt: no such"),
     (f"hellaswag_eval {OF_RUN} --hellaswag_file none.jsonl", "none.jsonl: cannot be read"),
     (f"hellaswag_eval {OF_RUN} --tasks core --core_dir nowhere", "nowhere/core.yaml: cannot be read"),
     ("convert_hf latest out.bin", "out.bin: expected the name of a new folder, or of a checkpoint file: NAME.pt"),
+    ("convert_hf best best.gguf", "best.gguf: expected a new folder, such as exported, from which llama.cpp makes "
+     "such a file: python llama.cpp/convert_hf_to_gguf.py exported --outfile best.gguf"),
+    ("convert_hf best best.onnx", "best.onnx: expected a new folder, such as exported, from which optimum makes such "
+     "a file: optimum-cli export onnx --model exported NEW_FOLDER"),
     ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
     ("convert_hf none.pt out.pt", "none.pt"),
     ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),

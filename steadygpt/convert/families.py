@@ -18,7 +18,7 @@ from steadygpt.base.options import UserError
 PLAIN = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu2": "relu2",
 }  # fmt: skip
-GATED = {"silu": "swiglu"}
+GATED = {"silu": "swiglu", "swish": "swiglu"}  # two names of one function
 # Endings of the names of attention's constants, which older files store with the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 

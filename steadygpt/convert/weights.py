@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ from model import GPT, TABLES, GPTConfig, sketch_of
 from steadygpt.base.foreign import ADAPTER, what_it_begins_as, what_it_is
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
-from steadygpt.base.text import labelled
+from steadygpt.base.text import counted, labelled, some
 from steadygpt.base.typed import Count, parse_json, read_json
 from steadygpt.checkpoint.files import (
     FORMAT_VERSION,
@@ -49,6 +50,11 @@ FLAGS_OF_SHAPE = ("num_layers", "num_heads", "embd_size", "context_length")
 # What the state of numpy's random numbers consists of in a pickle; numpy 1 has other modules.
 NUMPY = ("ndarray", "dtype", "core.multiarray._reconstruct", "_core.multiarray._reconstruct")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ADD_ROWS = (
+    'python -c "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); '
+    "m.resize_token_embeddings({rows}); m.save_pretrained('resized'); "
+    "t.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained('resized')\" {folder}"
+)
 
 
 def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
@@ -399,8 +405,6 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
         return UNKNOWN
     if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
         return GPT2_TOKENIZER
-    if tokenizer.n_vocab > config.vocab_size:
-        return UNKNOWN
     special = {str(i): token for token, i in tokenizer.special.items()}
     document_token = record.document_token
     if document_token not in special.values():
@@ -425,9 +429,9 @@ def kept_files(folder: Path, stored: dict) -> str:
         path = folder / name
         with suppress(OSError, UserError, ValueError, RecursionError):  # broken files are left out
             text = path.read_bytes().decode()
-            if path.suffix == ".json":
-                json.loads(text)
-            files[name] = text
+            # With an empty generation_config.json, transformers would not know how a text ends.
+            if path.suffix != ".json" or json.loads(text):
+                files[name] = text
     return json.dumps({"ids": ids, "files": files})
 
 
@@ -473,6 +477,16 @@ def _without_padding(config: GPTConfig, record: TokenizerRecord, source: Path | 
     vocab_size = record.vocab_size
     if record.is_file and vocab_size <= rows:
         return config
+    if record.is_file:
+        bytes_of = load_tokenizer(record).bytes_of
+        beyond = [f"{i} {bytes_of[i].decode(errors='replace')!r}" for i in sorted(bytes_of) if i >= rows]
+        folder = "FOLDER" if Path(source).is_file() else shlex.quote(str(source))
+        raise UserError(
+            f"{source}: the tokenizer {record.tokenizer!r} has {counted(len(beyond), 'id')} beyond the {rows:,} rows "
+            f"of the weights: {', '.join(some(beyond, 'id', 3))}; expected none. If it is the right tokenizer, remove "
+            "unused tokens from the tokenizer.json, or add rows to the weights and use the folder resized: "
+            f"{ADD_ROWS.format(rows=vocab_size, folder=folder)}"
+        )
     if not vocab_size <= rows < vocab_size + 128:
         raise UserError(
             f"{source}: vocab_size is {rows:,}; expected the {vocab_size:,} of the tokenizer {record.tokenizer!r}, "

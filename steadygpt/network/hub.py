@@ -53,7 +53,7 @@ class Repo(NamedTuple):
 
 
 class NotFound(UserError):
-    """The Hub has no such repository, or this user may not read it."""
+    """No repository of this name can be read, so the name may be a mistyped path."""
 
 
 def _refusal(subject: object, error: Exception) -> UserError:
@@ -74,7 +74,7 @@ def _refusal(subject: object, error: Exception) -> UserError:
     if status_of(error) == 404:
         return UserError(f"{subject}: no such file on the Hugging Face Hub; check the name, then run this again")
     if "OfflineModeIsEnabled" in names:
-        return UserError(f"{subject}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
+        return NotFound(f"{subject}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or download it first")
     return UserError(f"{subject}: {brief(error)}; check the name, then run this again")
 
 
@@ -101,7 +101,7 @@ def find_repo(kind: str, spec: str) -> Repo:
         cached = snapshot_download(name, repo_type=kind, revision=revision or None, local_files_only=True)
         in_cache = Repo(kind, name, Path(cached).name, online=False)
     except HFValidationError as error:
-        raise UserError(f"{subject}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
+        raise NotFound(f"{subject}: not a name on the Hugging Face Hub; expected NAME or OWNER/NAME") from error
     except OSError:
         in_cache = None
     if constants.HF_HUB_OFFLINE and in_cache:

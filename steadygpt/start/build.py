@@ -72,7 +72,7 @@ def set_up(config: TrainConfig, device: torch.device) -> None:
     """Prepare a rank, before its first matrix product, for a run whose precision is settled."""
     if config.compiles(device.type):
         check_compiler(device.type)
-    # Only an fp32 run uses TF32. In other precisions HellaSwag scores close calls again, in true fp32.
+    # TF32 is for fp32 runs. In other precisions, autocast computes the model's products in bf16 or fp16.
     if device.type == "cuda" and config.precision == "fp32":
         torch.set_float32_matmul_precision("high")
     if config.deterministic:

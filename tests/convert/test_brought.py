@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import struct
+import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -22,7 +24,7 @@ from convert_hf import write_folder
 from steadygpt.base.options import UserError
 from steadygpt.convert.weights import read_weights
 from steadygpt.data.shards import open_shard
-from steadygpt.data.tokenizer import load_tokenizer, record_named
+from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer, record_named
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -111,14 +113,16 @@ def test_weights_beside_a_broken_tokenizer_are_read(text):
     assert read_weights("model")["tokenizer"] == ""
 
 
-def test_kept_files_are_the_same_bytes_and_broken_ones_are_left_out():
+@pytest.mark.parametrize("generation_config", ["{broken", "{}"])
+def test_kept_files_are_the_same_bytes_and_broken_or_empty_ones_are_left_out(generation_config):
     llama("model", 257)
     Path("model/chat_template.jinja").write_bytes(b"a\r\nb\r\n")
-    Path("model/generation_config.json").write_text("{broken")
+    Path("model/generation_config.json").write_text(generation_config)
     assert convert_hf.main(["model", "weights.pt", "--tokenizer", "bytes"]) == 0
     assert convert_hf.main(["weights.pt", "out"]) == 0
     assert Path("out/chat_template.jinja").read_bytes() == b"a\r\nb\r\n"
-    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 2
+    assert transformers.GenerationConfig.from_pretrained("out").eos_token_id == 2
+    assert transformers.AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == 2
 
 
 def test_an_export_says_how_a_text_ends():
@@ -219,6 +223,27 @@ def test_a_model_whose_tokenizer_the_library_encodes_is_trained_on_ids_and_text_
     Path("other/tokenizer.json").write_text(json.dumps(other))
     with refusal("--init_from weights.pt: ", "model/tokenizer.json", "other/tokenizer.json"):
         run_here(*f"--init_from weights.pt --data_dir other --checkpoint_dir refused {STEPS}".split())
+
+
+@pytest.mark.parametrize("tokenizer", ["", "model/tokenizer.json"])
+def test_tokens_without_a_row_are_named_with_a_command_that_adds_rows(tokenizer, monkeypatch):
+    llama("model", 258)
+    Path("model/tokenizer.json").write_text(byte_tokenizer({"<|endoftext|>": 256, "<s>": 257, "<pad>": 258}))
+    with refusal("model: ", "'model/tokenizer.json'", " 1 id ", " 258 '<pad>'; ", "258 rows") as raised:
+        read_weights("model", tokenizer)
+    _, _, command = str(raised.value).rpartition(": python -c ")
+    code, folder = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", ["-c", folder])
+    exec(code)
+    resized = read_weights("resized")
+    assert load_tokenizer(TokenizerRecord.of(resized)).n_vocab == resized["model_config"]["vocab_size"] == 259
+    torch.save(checkpoint_of(SMALL, tokenizer=""), "weights.pt")
+    with refusal("weights.pt: ", " 2 ids ", " 257 '<s>', 258 '<pad>'; ", " FOLDER"):
+        read_weights("weights.pt", "model/tokenizer.json")
+    content = json.loads(Path("model/tokenizer.json").read_text())
+    assert content["added_tokens"].pop()["id"] == content["model"]["vocab"].pop("<pad>") == 258
+    Path("model/tokenizer.json").write_text(json.dumps(content))
+    assert read_weights("model", tokenizer)["model_config"]["vocab_size"] == 258
 
 
 def test_ids_whose_number_is_known_take_the_tokenizer_of_the_weights():

@@ -205,6 +205,20 @@ def test_folders_that_do_not_fit_are_reported_with_the_field(which, changes, fac
     assert str(raised.value).startswith((f"{folder}: ", f"{folder}/"))
 
 
+@pytest.mark.parametrize("which", ["llama", "qwen3"])
+def test_swish_is_another_name_of_silu_and_exported_as_silu(which, saved, tmp_path):
+    folder = shutil.copytree(saved(which), tmp_path / "model")
+    stored = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stored | {"hidden_act": "swish"}))
+    found = read_weights(str(folder))
+    assert_same_weights(found, read_weights(str(saved(which))))
+    theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(folder), torch.randint(0, 1000, (1, 8))
+    with torch.no_grad():
+        assert torch.allclose(load_model(found).eval()(tokens)[..., :1000], theirs(tokens).logits, atol=1e-5)
+    write_folder(found, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["hidden_act"] == "silu"
+
+
 def test_a_config_json_of_transformers_4_is_read_and_a_missing_matrix_of_a_stack_reported(tmp_path):
     reference_model("llama").save_pretrained(tmp_path)
     stored, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")

@@ -89,7 +89,6 @@ def test_evaluating_disables_gradients_and_restores_the_mode_after_an_error():
 
 
 def test_tf32_is_for_training_in_fp32_only(monkeypatch):
-    """In bf16 it would change HellaSwag's close calls, which are scored in fp32."""
     chosen = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     for precision in ("bf16", "fp32"):

@@ -185,8 +185,7 @@ def test_model_scores_hellaswag_like_fp64_on_the_cpu(device):
     assert np.abs(found - expected).max() < 1e-3
     with autocast(device, "bf16"):
         found = scores.score(model, questions, Ranks(device))
-    same = scores.right_answers(questions, found) == scores.right_answers(questions, expected)
-    assert same.all()  # close calls are scored again in fp32
+    assert 1e-4 < np.abs(found - expected).max() < 2e-2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
