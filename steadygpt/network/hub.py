@@ -1,6 +1,7 @@
 """The Hugging Face Hub: the files of a data set at one commit, and models in the Hub's cache."""
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,7 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
     Returns: the commit, and the files in the order of `datasets`.
     """
     import datasets
+    from huggingface_hub import HfApi
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -149,42 +151,35 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
     if "train" not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
         raise UserError(f"{subject}: no split 'train', found {names}; expected a data set with this split")
-    found = [re.fullmatch(r"hf://datasets/([^@]+)@([0-9a-f]{40})/(.+)", url) for url in splits["train"]]
+    paths: list[str] = splits["train"]
+    found = [re.fullmatch(r"hf://datasets/([^@]+)@([0-9a-f]{40})/.+", path) for path in paths]
     places = {(match[1], match[2]) for match in found if match}
     if None in found or len(places) > 1:  # the card refers to other places
-        places = {(name, pinned)}
+        places = {(name, "")}
     ((name, commit),) = places
-    if commit and builder.name in ("parquet", "json", "text"):
-        return commit, _files_at(name, commit, [match[3] for match in found if match])
-    say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
-    return commit, _converted(name, builder.config.name)
+    if not commit or builder.name not in ("parquet", "json", "text"):
+        say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
+        info = persistently(f"hf:{name}@{CONVERTED}", lambda: HfApi().dataset_info(name, revision=CONVERTED))
+        folder = f"{builder.config.name}/train/"
+        names = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
+        if not names:
+            raise UserError(f"hf:{name}@{CONVERTED}: found no files in {folder}; expected the Hub's copy in Parquet")
+        commit = str(info.sha)
+        paths = [f"hf://datasets/{name}@{commit}/{path}" for path in names]
+    return commit, files_of(paths, commit)
 
 
-def _converted(name: str, config: str) -> list[RemoteFile]:
-    """Find the files of the split train in the Hub's own copy of a data set in Parquet."""
-    from huggingface_hub import HfApi
+def files_of(paths: Sequence[str], commit: str) -> list[RemoteFile]:
+    """Return files of a data set, hf://datasets/NAME@COMMIT/PATH."""
+    from huggingface_hub import HfFileSystem
 
-    subject = f"hf:{name}@{CONVERTED}"
-    info = persistently(subject, lambda: HfApi().dataset_info(name, revision=CONVERTED))
-    folder = f"{config}/train/"
-    paths = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
-    if not paths:
-        raise UserError(f"{subject}: found no files in {folder}; expected a copy in Parquet, which the Hub makes")
-    return _files_at(name, str(info.sha), paths)
-
-
-def _files_at(name: str, commit: str, paths: list[str]) -> list[RemoteFile]:
-    """Ask for the sizes of files of a data set, and return the files in the order of `paths`."""
-    from huggingface_hub import HfApi, hf_hub_url
-
-    files: dict[str, RemoteFile] = {}
-    ask: partial[list] = partial(HfApi().get_paths_info, name, repo_type="dataset", revision=commit)
-    for first in range(0, len(paths), 500):
-        for info in persistently(f"hf:{name}", partial(ask, paths[first : first + 500])):
-            url = hf_hub_url(name, info.path, repo_type="dataset", revision=commit)
-            path = f"hf://datasets/{name}@{commit}/{info.path}"
-            files[info.path] = RemoteFile(path, info.size, commit, HUB, partial(_request, url))
-    return [files[path] for path in paths]
+    fs = HfFileSystem()
+    files = []
+    for path in paths:
+        size = persistently(path, partial(fs.info, path))["size"]  # one request for each folder
+        # Not fs.cat_file, which repeats requests for half a minute without a word.
+        files.append(RemoteFile(path, size, commit, HUB, partial(_request, fs.url(path))))
+    return files
 
 
 def _request(url: str, start: int, end: int) -> bytes:

@@ -45,7 +45,7 @@ def retries(capsys) -> list[str]:
 
 
 def remote_file(repo: Repo) -> RemoteFile:
-    (file,) = hub._files_at(repo.name, repo.commit, [FILE])
+    (file,) = hub.files_of([f"hf://datasets/{repo.name}@{repo.commit}/{FILE}"], repo.commit)
     return file
 
 
