@@ -161,11 +161,11 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
         say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
         info = persistently(f"hf:{name}@{CONVERTED}", lambda: HfApi().dataset_info(name, revision=CONVERTED))
         folder = f"{builder.config.name}/train/"
-        names = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
-        if not names:
+        copies = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
+        if not copies:
             raise UserError(f"hf:{name}@{CONVERTED}: found no files in {folder}; expected the Hub's copy in Parquet")
         commit = str(info.sha)
-        paths = [f"hf://datasets/{name}@{commit}/{path}" for path in names]
+        paths = [f"hf://datasets/{name}@{commit}/{path}" for path in copies]
     return commit, files_of(paths, commit)
 
 
