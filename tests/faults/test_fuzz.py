@@ -206,8 +206,7 @@ def files(tmp_path_factory):
         Path("alone").mkdir()
         shutil.copy("checkpoints/latest.pt", "alone")
         Path("text.txt").write_text("some words " * 1000)
-        source = ("--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared", "--num_workers", "1")
-        assert prepare_dataset.main([*source, "--val_share", "0.01"]) == 0
+        assert prepare_dataset.main([*PREPARED, "--out", "prepared", "--num_workers", "1"]) == 0
         config = GPTConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=1, embd_size=8)
         write_folder(weights_content(GPT(config).state_dict(), config), Path("hf"))
         shutil.copytree("hf", "parts")
@@ -221,6 +220,9 @@ def files(tmp_path_factory):
     return folder
 
 
+PREPARED = ("--source", "text.txt", "--tokenizer", "bytes", "--val_share", "0.01")
+
+
 def see_monitor() -> None:
     console = Console(file=io.StringIO())
     for _, snapshot in zip(range(2), watch("checkpoints"), strict=False):
@@ -228,8 +230,7 @@ def see_monitor() -> None:
 
 
 def see_prepared() -> None:
-    options = prepare_dataset.parse_args(["--source", "text.txt", "--tokenizer", "bytes", "--out", "prepared"])
-    Manifest.load(Path("prepared"), vars(options))
+    Manifest.load(Path("prepared"), prepare_dataset.parse_args([*PREPARED, "--out", "prepared"]))
     ShardSet.find("prepared", "prepared", "train")
 
 
