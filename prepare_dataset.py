@@ -95,8 +95,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     if not out:
         out = str(DEFAULT_FOLDER) if is_default else str(Path("data", name))
     tokenizer = file_of(options.tokenizer)
-    if tokenizer:
-        check_known(tokenizer)
+    check_known(tokenizer)
     return dataclasses.replace(options, source=source, name=name, out=out, tokenizer=tokenizer)
 
 

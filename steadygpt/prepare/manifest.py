@@ -172,13 +172,14 @@ class Manifest:
     def losses(self) -> dict[str, float]:
         """Return what is not in the shards as it was read -> the share of the source that it is."""
         total = max(1, self.size + sum(self.left_out.values()))
+        replaced = len("\ufffd".encode()) * self.repaired
         by_rows = self.skipped / max(1, self.documents + self.skipped)
         by_bytes = self.skipped_bytes / max(1, self.read_bytes)
         return {
             "the files' bytes are left out": sum(self.left_out.values()) / total,
             "the files' bytes are in damaged files": self.damaged_bytes / total,
             "the rows are skipped": max(by_rows, by_bytes),
-            "the text is not valid Unicode": 3 * self.repaired / max(1, self.validation.num_bytes),
+            "the text is not valid Unicode": replaced / max(1, self.validation.num_bytes),
             f"the text changes by the tokenizer {self.tokenizer}": self.changed_bytes / max(1, self.sampled_bytes),
         }
 
@@ -186,7 +187,10 @@ class Manifest:
         """Refuse a preparation of which more than half is lost."""
         for what, share in self.losses().items():
             if share > MOST_LOST:
-                raise UserError(f"{self.options.source}: {share:.0%} of {what}; expected at most {MOST_LOST:.0%}")
+                raise UserError(
+                    f"{self.options.source}: {share:.0%} of {what}; expected at most {MOST_LOST:.0%}. Repair the source, "
+                    "or choose another --tokenizer or --text_field"
+                )
 
     def warnings(self) -> list[str]:
         """Return a line for each kind of loss that is large."""
