@@ -188,8 +188,8 @@ class Manifest:
         for what, share in self.losses().items():
             if share > MOST_LOST:
                 raise UserError(
-                    f"{self.options.source}: {share:.0%} of {what}; expected at most {MOST_LOST:.0%}. Repair the source, "
-                    "or choose another --tokenizer or --text_field"
+                    f"{self.options.source}: {share:.0%} of {what}; expected at most {MOST_LOST:.0%}. Repair the "
+                    "source, or choose another --tokenizer or --text_field"
                 )
 
     def warnings(self) -> list[str]:
