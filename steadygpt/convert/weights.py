@@ -38,7 +38,6 @@ from steadygpt.data.tokenizer import (
     TokenizerRecord,
     load_tokenizer,
     record_named,
-    warn_of_neighbours,
 )
 from steadygpt.network import hub
 
@@ -388,28 +387,34 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     if own.get("tokenizer_sha256") or (record.tokenizer and not record.is_file):
         return record.with_json(folder)
     has_rows_of_gpt2 = config.vocab_size in GPT2_ROWS
+    path = folder / TOKENIZER_JSON
+    if not path.exists():
+        if stored["model_type"] == "gpt2" and not (folder / "vocab.json").exists():
+            return _assume_gpt2(config, source)
+        return GPT2_TOKENIZER if has_rows_of_gpt2 and _is_gpt2(folder / "vocab.json") else UNKNOWN
     try:
-        if stored["model_type"] == "gpt2" and not (folder / TOKENIZER_JSON).exists():  # older folders have none
-            if not (folder / "vocab.json").exists():
-                return _assume_gpt2(config, source)
-            vocabulary = json.dumps(read_json(folder / "vocab.json", dict, ""), sort_keys=True)
-            is_gpt2 = hashlib.sha256(vocabulary.encode()).hexdigest() == GPT2_VOCAB_SHA256
-            return GPT2_TOKENIZER if is_gpt2 and has_rows_of_gpt2 else UNKNOWN
-        record = TokenizerRecord(f"{folder}/{TOKENIZER_JSON}" if Path(source).is_dir() else f"hf:{source}")
-        record = record.with_json(folder)
-        warn_of_neighbours(folder / TOKENIZER_JSON, record.tokenizer_json)
-        tokenizer = load_tokenizer(record)
-    except (UserError, OSError) as error:
-        if (folder / TOKENIZER_JSON).exists():
-            say(f"warning: {source}: no tokenizer: {error}")
+        record = record_named(str(path))
+    except UserError as error:
+        say(f"warning: {source}: no tokenizer: {error}")
         return UNKNOWN
-    if has_rows_of_gpt2 and tokenizer.sha256 == GPT2_TOKENIZER.tokenizer_sha256:
+    if has_rows_of_gpt2 and record.tokenizer_sha256 == GPT2_TOKENIZER.tokenizer_sha256:
         return GPT2_TOKENIZER
+    tokenizer = load_tokenizer(record)
+    if not Path(source).is_dir():
+        record = replace(record, tokenizer=f"hf:{source}")
     special = {str(i): token for token, i in tokenizer.special.items()}
     document_token = record.document_token
     if document_token not in special.values():
         document_token = special.get(str(stored.get("bos_token_id")), document_token)
-    return replace(record, tokenizer_sha256=tokenizer.sha256, document_token=document_token)
+    return replace(record, document_token=document_token)
+
+
+def _is_gpt2(vocabulary: Path) -> bool:
+    """Return whether a vocab.json, which older folders have, is GPT-2's."""
+    with suppress(OSError, UserError):
+        content = json.dumps(read_json(vocabulary, dict, ""), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest() == GPT2_VOCAB_SHA256
+    return False
 
 
 def kept_files(folder: Path, stored: dict) -> str:
