@@ -155,18 +155,18 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
     found = [re.fullmatch(r"hf://datasets/([^@]+)@([0-9a-f]{40})/.+", path) for path in paths]
     places = {(match[1], match[2]) for match in found if match}
     if None in found or len(places) > 1:  # the card refers to other places
-        places = {(name, "")}
+        places = {(name, pinned)}
     ((name, commit),) = places
-    if not commit or builder.name not in ("parquet", "json", "text"):
-        say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
-        info = persistently(f"hf:{name}@{CONVERTED}", lambda: HfApi().dataset_info(name, revision=CONVERTED))
-        folder = f"{builder.config.name}/train/"
-        copies = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
-        if not copies:
-            raise UserError(f"hf:{name}@{CONVERTED}: found no files in {folder}; expected the Hub's copy in Parquet")
-        commit = str(info.sha)
-        paths = [f"hf://datasets/{name}@{commit}/{path}" for path in copies]
-    return commit, files_of(paths, commit)
+    if commit and builder.name in ("parquet", "json", "text"):
+        return commit, files_of(paths, commit)
+    say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
+    subject = f"hf:{name}@{CONVERTED}"
+    info = persistently(subject, lambda: HfApi().dataset_info(name, revision=CONVERTED))
+    folder = f"{builder.config.name}/train/"
+    copies = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
+    if not copies:
+        raise UserError(f"{subject}: found no files in {folder}; expected a copy in Parquet, which the Hub makes")
+    return commit, files_of([f"hf://datasets/{name}@{info.sha}/{path}" for path in copies], str(info.sha))
 
 
 def files_of(paths: Sequence[str], commit: str) -> list[RemoteFile]:
