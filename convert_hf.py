@@ -44,7 +44,7 @@ from steadygpt.data.tokenizer import TOKENIZER_JSON, TokenizerRecord, load_token
 # Suffix of a file -> the program that makes it from a Hugging Face folder, and its command.
 MADE_FROM_FOLDERS = {
     ".gguf": ("llama.cpp", "python llama.cpp/convert_hf_to_gguf.py exported --outfile {target}"),
-    ".onnx": ("optimum", "optimum-cli export onnx --model exported NEW_FOLDER"),
+    ".onnx": ("optimum", "optimum-cli export onnx --model exported --task text-generation NEW_FOLDER"),
 }
 
 

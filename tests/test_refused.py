@@ -230,7 +230,7 @@ FLAGS: list[tuple] = [
     ("convert_hf best best.gguf", "best.gguf: expected a new folder, such as exported, from which llama.cpp makes "
      "such a file: python llama.cpp/convert_hf_to_gguf.py exported --outfile best.gguf"),
     ("convert_hf best best.onnx", "best.onnx: expected a new folder, such as exported, from which optimum makes such "
-     "a file: optimum-cli export onnx --model exported NEW_FOLDER"),
+     "a file: optimum-cli export onnx --model exported --task text-generation NEW_FOLDER"),
     ("convert_hf latest data", "data: already exists; expected the name of a new file or folder"),
     ("convert_hf none.pt out.pt", "none.pt"),
     ("convert_hf gpt2 out", "gpt2: no answer (", hub_fails),
