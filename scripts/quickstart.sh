@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 3 to 9 minutes on two CPU
+# Prepare data, train a small GPT that writes Python, list its checkpoints and sample text: 2 to 9 minutes on two CPU
 # cores. Downloads only Python packages. Run it again at any time: it resumes from the last checkpoint, or reports that
 # the run is finished. It takes no flags; those of `python train.py --config quickstart` change the run.
 set -euo pipefail
