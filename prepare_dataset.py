@@ -84,7 +84,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
     options = parse_options(PrepareOptions, argv, DESCRIPTION)
     source = options.source
     if "://" not in source:
-        source = source.rstrip("/") or source  # the root folder stays
+        source = os.path.normpath(source) if source else source
     is_default = source == "fineweb-edu"
     name = options.name
     if not name:
@@ -203,7 +203,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         print(f"{out}: already complete")
         return begun
     commit = begun.commit if begun and begun.shards else ""
-    source = find_source(name, commit, options.max_files, out)
+    source = find_source(name, commit, options.max_files, out, options.text_field)
     for left_out in source.left_out:
         say(f"{source.name}: left out {left_out}")
     begun = continued(begun, source, out)
@@ -219,7 +219,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
         manifest = begun or begin(options, source, out)
         manifest = write_missing(source, manifest, out, options.num_workers or usable_cores())
         if not name.startswith("hf:"):  # a commit of the Hub does not change
-            check_unchanged(source, find_source(name, "", options.max_files, out), out)
+            check_unchanged(source, find_source(name, "", options.max_files, out, options.text_field), out)
     except UserError:
         kept = Manifest.load(out, options)
         if kept is None or not kept.shards:  # nothing is written, so nothing has to be the same next time
@@ -271,10 +271,7 @@ def write_missing(source: Source, manifest: Manifest, out: Path, workers: int) -
         ProgressBar(desc="tokenizing", total=source.size, initial=initial, unit="B") as bar,
         closing(map_in_order(encode_unit, units, workers)) as encoded,
     ):
-        manifest = write_shards(show_progress(encoded, bar, source), out, manifest, len(source.files))
-    if wanted.separator and manifest.documents <= len(source.files):
-        say(f"warning: {source.name}: no text contains the separator '{manifest.options.separator}'")
-    return manifest
+        return write_shards(show_progress(encoded, bar, source), out, manifest, len(source.files))
 
 
 def next_command(manifest: Manifest, out: Path) -> str:

@@ -71,7 +71,7 @@ def test_shards_hold_every_document_after_end_of_text_and_are_not_written_twice(
     assert complete == "out: already complete"
     assert size == "read 2.28 kB"
     assert read == "40 documents, 8 <|endoftext|> inside texts encoded as text, 1,792 tokens"
-    assert re.match(r"1 val shard \(1\d\.\d% of the tokens\) and 8 train shards in out \(", found)
+    assert re.match(r"1 val shard \(\d+\.\d% of the tokens\) and 8 train shards in out \(", found)
     folders = "--data_dir out --context_length 128 --checkpoint_dir checkpoints/out"
     assert next_command == f"next: python train.py --config quickstart {folders}"
 

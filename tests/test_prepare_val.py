@@ -135,7 +135,7 @@ def test_a_sorted_source_needs_no_shuffling():
 def test_little_text_beside_other_columns_has_a_val_too():
     rows = {"text": TEXTS, "embedding": [os.urandom(5000) for _ in TEXTS]}
     pyarrow.parquet.write_table(pyarrow.table(rows), "wide.parquet")
-    assert 0.01 < share_of_val("wide.parquet") < 0.026
+    assert 0.01 < share_of_val("wide.parquet") < 0.03
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5])

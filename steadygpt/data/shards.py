@@ -343,8 +343,8 @@ class ShardSet:
 def sample_of(shard: Shard) -> str:
     """Describe a shard by its size and by some of its tokens."""
     tokens = shard.tokens()
-    places = np.linspace(0, shard.num_tokens, SAMPLES, endpoint=False, dtype=int)
-    sample = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in [*places, -SAMPLE_TOKENS])
+    places = np.linspace(0, max(0, shard.num_tokens - SAMPLE_TOKENS), SAMPLES, dtype=int)
+    sample = b"".join(tokens[at : at + SAMPLE_TOKENS].tobytes() for at in places)
     return f"{shard.path.name}, {shard.num_tokens} in {shard.dtype}: {hashlib.sha256(sample).hexdigest()}"
 
 

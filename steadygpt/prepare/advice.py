@@ -1,12 +1,14 @@
 """Commands that make a file one that prepare_dataset.py reads; errors and notes print them."""
 
+import glob
 import re
 import shlex
 
-# Kind of a file -> what datasets.load_dataset() needs to read it; without na_filter, a text such as None would be lost.
+# Kind of a file -> what datasets.load_dataset() needs to read it. Of a table only the text is read, and as text:
+# guesses at types would lose the word None, and end the command at a number in a column of words.
 LOADERS = {
-    "csv": "'csv', na_filter=False",
-    "tsv": r"'csv', delimiter='\t', na_filter=False",
+    "csv": "'csv', usecols=[{field!r}], converters={{{field!r}: str}}, na_filter=False",
+    "tsv": "'csv', usecols=[{field!r}], converters={{{field!r}: str}}, na_filter=False, sep='\\t'",
     "txt": "'text', sample_by='document'",
     "md": "'text', sample_by='document'",
 }
@@ -26,22 +28,28 @@ def target_of(name: str) -> str:
 
 def converted(name: str) -> str:
     """Return the name of the JSON Lines that convert_command() writes."""
-    return target_of(name) or NAME.sub(r"\g<stem>.lines.jsonl", name, count=1)
+    parts = NAME.fullmatch(name)
+    return target_of(name) or f"{parts['stem'] if parts else name}.lines.jsonl"
 
 
-def convert_command(name: str) -> str:
+def convert_command(name: str, field: str) -> str:
     """Return the command that writes a table, a packed text, or any JSON as JSON Lines; the old file stays.
 
     JSON in a file that is named as JSON Lines gets another name.
+
+    Args:
+        field: the column with the text.
     """
     if "://" in name:
         return "copy it to this machine, and convert it there"
     parts = NAME.fullmatch(name)
-    loader = LOADERS.get(((parts and parts["kind"]) or "txt").lower(), "'json'")
+    kind = ((parts and parts["kind"]) or "txt").lower()
+    loader = LOADERS.get(kind, "'json'").format(field=field)
     target = converted(name)
-    code = f"import datasets; datasets.load_dataset({loader}, data_files={name!r})['train'].to_json({target!r})"
+    load = f"datasets.load_dataset({loader}, data_files={glob.escape(name)!r})"
+    code = f"import datasets; {load}['train'].to_json({target!r})"
     command = f'python -c "{code}"'
-    if re.search(r'["$`\\!]', name):  # which have a meaning between double quotes
+    if re.search(r'["$`\\!]', code.replace(r"sep='\t'", "")):  # which have a meaning between double quotes
         command = shlex.join(["python", "-c", code])
     return command if target_of(name) else f"{command} && {rename_command(name, f'{name}{ORIGINAL}')}"
 

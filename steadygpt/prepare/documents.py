@@ -46,6 +46,11 @@ class Wanted(NamedTuple):
     text_field: str = "text"  # the field or column
     separator: str = ""  # between the documents in a text; "": a text is one document
 
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the separator, whose line ends may also be those of Windows."""
+        return re.escape(self.separator).replace("\\\n", "\r?\n")
+
 
 class Block(NamedTuple):
     """Consecutive text or rows of a file, or why the rest of it cannot be read."""
@@ -170,19 +175,20 @@ def cut_at(text: bytes, at: int, window: int) -> int:
 def read_text(file: BinaryIO, wanted: Wanted, at: int) -> Iterator[tuple[int, bytes]]:
     """Yield blocks of a text; none if the file is empty. No separator is cut."""
     text = open_text(file, at)
-    separator = wanted.separator.encode()
-    least = BLOCK_BYTES + len(separator)
+    separator = re.compile(wanted.pattern.encode())
+    longest = 2 * len(wanted.separator.encode())  # of a separator, with line ends of Windows
+    least = BLOCK_BYTES + longest
     buffer = b""
     while True:
-        buffer += text.read(least + CUT_WINDOW + len(separator) - len(buffer))
+        buffer += text.read(least + CUT_WINDOW + longest - len(buffer))
         if at == 0 and holds_json_lines(buffer):
             target = re.sub(r"\.\w+(\.gz|\.zst)?$", r".jsonl\1", file.name)
             advice = f"Try: {rename_command(file.name, target)}"
             raise Damaged(f"{file.name}: JSON Lines, each line an object, in place of a text; name it so. {advice}")
         cut = cut_at(buffer, least, CUT_WINDOW) if len(buffer) > least else len(buffer)
-        if separator:
-            begin = buffer.find(separator, cut - len(separator) + 1, cut + len(separator) - 1)
-            cut = cut if begin == -1 else begin
+        for match in separator.finditer(buffer, cut - longest, cut + longest) if longest else ():
+            if match.start() < cut < match.end():
+                cut = match.start()
         data = buffer[:cut]
         buffer = buffer[cut:]
         if not data:
@@ -326,47 +332,48 @@ class Document(NamedTuple):
     text: str | Skipped
     is_begin: bool = True  # False for a later block
     row_bytes: int = 0  # of a line, unless its text is null
+    is_part: bool = False  # of a text that a separator divides
 
 
 def read_documents(block: Block, wanted: Wanted) -> Iterator[Document]:
     """Read the documents of a block of text or rows."""
     if isinstance(block.data, list):
         for number, value in enumerate(block.data):
-            yield from documents_in(text_of(value), block.at + number, wanted.separator)
+            yield from documents_in(text_of(value), block.at + number, wanted)
     elif isinstance(block.data, bytes) and suffix_of(block.name) in TEXTS:
         text = block.data.decode("utf-8-sig" if block.at == 0 else "utf-8", "surrogateescape")
         is_last = len(block.data) < BLOCK_BYTES
         if block.at == 0 and is_last and not text.strip():
             yield Document(block.at, Skipped(NO_TEXT))
         else:
-            yield from documents_in(text, block.at, wanted.separator, is_begin=block.at == 0, is_last=is_last)
+            yield from documents_in(text, block.at, wanted, is_begin=block.at == 0, is_last=is_last)
     elif isinstance(block.data, bytes):
         at = block.at
         for line in block.data.split(b"\n"):
             text = line.decode("utf-8-sig", "surrogateescape").strip()
             if text not in ("", "[", "]"):
-                value = field_of(json_of(text, block.name), wanted.text_field)
+                value = field_of(json_of(text, block.name, wanted.text_field), wanted.text_field)
                 row_bytes = 0 if value is None else len(line)
-                yield from documents_in(text_of(value), at, wanted.separator, row_bytes)
+                yield from documents_in(text_of(value), at, wanted, row_bytes)
             at += len(line) + 1
 
 
 def documents_in(
-    text: str | Skipped, at: int, separator: str, row_bytes: int = 0, is_begin: bool = True, is_last: bool = True
+    text: str | Skipped, at: int, wanted: Wanted, row_bytes: int = 0, is_begin: bool = True, is_last: bool = True
 ) -> Iterator[Document]:
     """Divide a text at a separator, if there is one; parts without text are no documents.
 
     Args:
         is_begin, is_last: whether the text begins at its beginning, and ends at its end.
     """
-    if isinstance(text, Skipped) or not separator:
+    if isinstance(text, Skipped) or not wanted.separator:
         yield Document(at, text, is_begin, row_bytes)
         return
-    parts = text.split(separator)
+    parts = re.split(wanted.pattern, text)
     for number, part in enumerate(parts):
         is_whole = (is_begin or number > 0) and (is_last or number + 1 < len(parts))
         if part.strip() if is_whole else part or number:
-            yield Document(at, part, is_begin or number > 0)
+            yield Document(at, part, is_begin or number > 0, is_part=len(parts) > 1)
 
 
 def text_of(value: object) -> str | Skipped:
@@ -374,17 +381,18 @@ def text_of(value: object) -> str | Skipped:
     if isinstance(value, str):
         return value if value.strip() else Skipped(NO_TEXT)
     kind = "null" if value is None else type(value).__name__
-    return value if isinstance(value, Skipped) else Skipped(f"{kind}, not a string; {SET_FIELD}")
+    advice = "see docs/data.md#tables-and-other-json" if isinstance(value, list | dict) else SET_FIELD
+    return value if isinstance(value, Skipped) else Skipped(f"{kind}, not a string; {advice}")
 
 
-def json_of(line: str, name: str) -> object:
+def json_of(line: str, name: str, text_field: str) -> object:
     """Parse a line of a file as JSON, also as part of an array of several lines; return why if that fails."""
     try:
         return json.loads(line if line.endswith("}") else line.removeprefix("[").rstrip(",]"))
     except (ValueError, RecursionError) as error:
         if line.startswith("{") and line.endswith("}") and not str(error).startswith("Extra data"):
             return Skipped(f"not JSON ({error}); repair the line, or leave it out")
-        advice = f"Try: {convert_command(name)}, then --source {shlex.quote(converted(name))} or its folder"
+        advice = f"Try: {convert_command(name, text_field)}, then --source {shlex.quote(converted(name))} or its folder"
         return Skipped(f"not JSON, or more than one row; expected one object a line. {advice}")
 
 

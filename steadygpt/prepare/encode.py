@@ -10,7 +10,10 @@ from steadygpt.data.shards import token_dtype
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.prepare.documents import NO_TEXT, Block, Damaged, Skipped, Wanted, cut_document, read_documents, repair
 
-SAMPLE = 2000  # characters of each unit that are decoded again
+# About one character in so many is decoded again, at most SAMPLE of them in each EVERY characters of a document.
+SAMPLED = 200
+SAMPLE = 500
+EVERY = 50_000
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Encoded:
     skipped_bytes: int = 0  # of the skipped rows that are lines; without those that only have no text
     damaged: list[Damaged] = field(default_factory=list)  # of each file that cannot be read further: why
     documents: int = 0  # how many
+    parts: int = 0  # documents of texts that a separator divides
     repaired: int = 0  # characters U+FFFD that replace invalid Unicode
     sampled_bytes: int = 0  # of text that was decoded again
     changed_bytes: int = 0  # of this text, those of characters that did not come back
@@ -45,16 +49,18 @@ def encode(
     document_token = np.array([tokenizer.document_id], dtype).tobytes()
     ids = bytearray()
     encoded = Encoded(np.empty(0, dtype))
+    characters = 0  # so far
     for block in unit:
         if isinstance(block.data, Damaged):
             encoded.damaged.append(block.data)
             continue
-        for at, text, is_begin, row_bytes in read_documents(block, wanted):
+        for at, text, is_begin, row_bytes, is_part in read_documents(block, wanted):
             if isinstance(text, Skipped):
                 counted_in = "byte" if isinstance(block.data, bytes) else "row"
                 encoded.skipped.append((f"{block.name}, {counted_in} {at:,}", str(text)))
                 encoded.skipped_bytes += row_bytes if str(text) != NO_TEXT else 0
                 continue
+            encoded.parts += is_part
             clean = repair(text)
             if clean is not text:
                 encoded.repaired += clean.count("\ufffd") - text.count("\ufffd")
@@ -64,10 +70,12 @@ def encode(
             if is_begin:
                 encoded.documents += 1
                 ids += document_token
-            if not encoded.sampled_bytes:
-                sample = clean[:SAMPLE]
-                encoded.sampled_bytes = len(sample.encode())
-                encoded.changed_bytes = changed_bytes(sample, tokenizer)
+            for start in range(0, len(clean), EVERY):
+                if encoded.sampled_bytes * SAMPLED <= characters:
+                    sample = clean[start : start + SAMPLE]
+                    encoded.sampled_bytes += len(sample.encode())
+                    encoded.changed_bytes += changed_bytes(sample, tokenizer)
+                characters += min(EVERY, len(clean) - start)
             for piece, size in cut_document(clean, piece_bytes):
                 ids += tokenizer.encode_to_numpy(piece).astype(dtype).tobytes()
                 encoded.ends.append(len(ids) // dtype.itemsize)

@@ -62,9 +62,9 @@ class CorpusOptions:
 
     @property
     def wanted(self) -> Wanted:
-        """What to read in the files; \\n, \\r and \\t in the separator are read as they are meant."""
-        escapes = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
-        return Wanted(self.text_field, re.sub(r"\\[nrt]", lambda match: escapes[match[0]], self.separator))
+        """What to read in the files; \\n, \\r, \\t and \\\\ in the separator are read as they are meant."""
+        escapes = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
+        return Wanted(self.text_field, re.sub(r"\\[nrt\\]", lambda match: escapes[match[0]], self.separator))
 
 
 @dataclass(kw_only=True)
@@ -86,6 +86,7 @@ class Manifest:
     left_out: dict[str, Count] = field(default_factory=dict)  # why files are left out -> their bytes
     complete: bool = False
     documents: Count = 0
+    parts: Count = 0  # documents of texts that the separator divides
     empty: Count = 0  # rows without text
     skipped: Count = 0  # other rows without a document
     skipped_bytes: Count = 0  # of those that are lines
@@ -149,6 +150,7 @@ class Manifest:
         """Count what a unit gave, and advance to the unit after it."""
         empty = sum(reason == NO_TEXT for _, reason in encoded.skipped)
         self.documents += encoded.documents
+        self.parts += encoded.parts
         self.empty += empty
         self.skipped += len(encoded.skipped) - empty
         self.skipped_bytes += encoded.skipped_bytes
@@ -172,14 +174,14 @@ class Manifest:
     def losses(self) -> dict[str, float]:
         """Return what is not in the shards as it was read -> the share of the source that it is."""
         total = max(1, self.size + sum(self.left_out.values()))
-        replaced = len("\ufffd".encode()) * self.repaired
+        num_bytes = self.validation.num_bytes - 2 * self.repaired  # as each bad byte was, before it took three
         by_rows = self.skipped / max(1, self.documents + self.skipped)
         by_bytes = self.skipped_bytes / max(1, self.read_bytes)
         return {
             "the files' bytes are left out": sum(self.left_out.values()) / total,
             "the files' bytes are in damaged files": self.damaged_bytes / total,
             "the rows are skipped": max(by_rows, by_bytes),
-            "the text is not valid Unicode": replaced / max(1, self.validation.num_bytes),
+            "the text is not valid Unicode": self.repaired / max(1, num_bytes),
             f"the text changes by the tokenizer {self.tokenizer}": self.changed_bytes / max(1, self.sampled_bytes),
         }
 
@@ -193,8 +195,11 @@ class Manifest:
                 )
 
     def warnings(self) -> list[str]:
-        """Return a line for each kind of loss that is large."""
-        return [f"{share:.0%} of {what}" for what, share in self.losses().items() if share > LOSS_TO_WARN_OF]
+        """Return a line for each kind of loss that is large, and one for a separator that no text contains."""
+        found = [f"{share:.0%} of {what}" for what, share in self.losses().items() if share > LOSS_TO_WARN_OF]
+        if self.options.separator and not self.parts:
+            found.append(f"no text contains the separator '{self.options.separator}'")
+        return found
 
     def counts(self) -> str:
         """Return lines with what was read, and with the counts of documents, skipped rows, repairs and tokens."""

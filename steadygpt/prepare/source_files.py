@@ -6,7 +6,7 @@ import re
 import shlex
 import sysconfig
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, some
 from steadygpt.base.typed import read_json
-from steadygpt.prepare.advice import ORIGINAL, convert_command, rename_command, target_of
+from steadygpt.prepare.advice import ORIGINAL, convert_command, converted, rename_command, target_of
 from steadygpt.prepare.documents import PACKED, READABLE, TEXTS, suffix_by_content, suffix_of
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -26,8 +26,8 @@ EXPECTED = (
 )
 # Names that are no text of a corpus: cards and licences, descriptions of other files, caches of `datasets`.
 NEVER = re.compile(
-    r"(readme|licen[sc]e|copying|notice|authors|contributing|change(s|log)|citation|security|code_of_conduct|"
-    r"dataset_?card|sha\d+sums?|checksums?|requirements)([_-]\w+)*(\.\w\w)?(\.(md|txt|rst))?|"
+    r"((readme|licen[sc]e|requirements)([_-]\w+)*|copying|notice|authors|contributing|change(s|log)|citation|security|"
+    r"code_of_conduct|dataset_?card|sha\d+sums?|checksums?)(\.\w\w)?(\.(md|txt|rst))?|"
     r"(dataset_infos?|dataset_dict|state|package(-lock)?|meta(data)?|info|index|config|manifest|tokenizer(_config)?|"
     r"special_tokens_map|generation_config|vocab)\.json|cache-.*\.arrow",
     re.IGNORECASE,
@@ -37,6 +37,7 @@ TEXT = "text"
 ONLY_ALONE = (".json", ".py")  # read if a source has no other text, beside which these are configuration and scripts
 NO_TEXT = "cards, licences, descriptions, caches, or converted"
 TOKEN_IDS = "token ids"
+TABLES_PAGE = "docs/data.md#tables-and-other-json"
 ARCHIVES = {r"\.zip$": "python -m zipfile -e", r"\.(tar(\.\w+)?|tgz)$": "python -m tarfile -e"}
 
 
@@ -71,7 +72,7 @@ class LeftOut(NamedTuple):
 # which files there are
 
 
-def local_files(name: str, out: Path | None = None) -> tuple[list[LocalFile], list[LeftOut]]:
+def local_files(name: str, out: Path | None = None, text_field: str = "text") -> tuple[list[LocalFile], list[LeftOut]]:
     """Find the files of a corpus: of a file, a folder, a glob or "stdlib", sorted by name; each real file once.
 
     Hidden names are left out.
@@ -112,7 +113,7 @@ def local_files(name: str, out: Path | None = None) -> tuple[list[LocalFile], li
     caches = [path for path, file in by_path.items() if file not in of_data_set]
     if caches:
         left_out.append(LeftOut("not among the files that state.json of the data set names", caches))
-    chosen, others = choose(name, {file.path: file.size for file in of_data_set})
+    chosen, others = choose(name, {file.path: file.size for file in of_data_set}, text_field)
     return [by_path[path] for path in chosen], others + left_out
 
 
@@ -147,7 +148,7 @@ def without_caches(files: Sequence[LocalFile]) -> list[LocalFile]:
 # which of them are the corpus
 
 
-def choose(source: str, sizes: Mapping[str, int]) -> tuple[list[str], list[LeftOut]]:
+def choose(source: str, sizes: Mapping[str, int], text_field: str) -> tuple[list[str], list[LeftOut]]:
     """Choose the files of a corpus by their names: all that hold text.
 
     A file that is the source itself is read, whatever its name means elsewhere.
@@ -167,7 +168,7 @@ def choose(source: str, sizes: Mapping[str, int]) -> tuple[list[str], list[LeftO
     left_out = []
     for group, names in groups.items():
         num_bytes = 0 if group == NO_TEXT else sum(sizes[name] for name in names)
-        left_out.append(LeftOut(group, names, num_bytes, advice_for(source, group, names)))
+        left_out.append(LeftOut(group, names, num_bytes, advice_for(source, group, names, text_field)))
     if not chosen:
         raise nothing_found(source, left_out)
     lost = sum(lost.num_bytes for lost in left_out)
@@ -192,25 +193,28 @@ def glob_of(source: str, names: Sequence[str]) -> str:
     return f"--source {shlex.quote(f'{base}/**/*{suffix_of(names[0])}')}"
 
 
-def group_of(name: str, names: Container[str]) -> str:
+def group_of(name: str, names: Collection[str]) -> str:
     """Return TEXT for a file that is read, the suffix of one that is only read alone, or else why it is not read.
 
     Args:
         names: of all files.
     """
     suffix = suffix_of(name).removesuffix(".gz").removesuffix(".zst")
-    if NEVER.fullmatch(re.split("[/\\\\]", name)[-1]) or target_of(name) in names or name.endswith(ORIGINAL):
+    made_of_it = converted(name.removesuffix(ORIGINAL)) if name.endswith(ORIGINAL) else target_of(name)
+    if NEVER.fullmatch(re.split("[/\\\\]", name)[-1]) or made_of_it in names:
         return NO_TEXT
     if suffix:
         return suffix if suffix in ONLY_ALONE else TEXT
     if name.lower().endswith((".npy", ".npz", ".bin")):
         return TOKEN_IDS
-    if any(re.search(pattern, name.lower()) for pattern in ARCHIVES):
-        return "archives"
+    for pattern in ARCHIVES:
+        if re.search(pattern, name.lower()):
+            folder = re.sub(pattern, "/", name, flags=re.IGNORECASE)
+            return NO_TEXT if any(other.startswith(folder) for other in names) else "archives"
     return "of a format that is not read" if target_of(name) else "of other types"
 
 
-def advice_for(source: str, group: str, names: Sequence[str]) -> str:
+def advice_for(source: str, group: str, names: Sequence[str], text_field: str) -> str:
     """Return what to type so that the first of some files that are left out is read; "" if that is not known."""
     name = names[0]
     if group == NO_TEXT:
@@ -234,9 +238,11 @@ def advice_for(source: str, group: str, names: Sequence[str]) -> str:
             target = base if suffix_of(base) else f"{base}{suffix}"
         if not target:
             return ""
-        command = rename_command(name, target) if suffix else convert_command(name)
-    then = f"then --source {shlex.quote(target)}" if name == source else "then run this again"
-    return f"type {command}, {then}"
+        command = rename_command(name, target) if suffix else convert_command(name, text_field)
+    then = f"then --source {shlex.quote(target)}" if name == source else "then run this again, with a new --out"
+    others = "; the others alike" if len(names) > 1 else ""
+    page = f"; for other tables see {TABLES_PAGE}" if target_of(name) else ""
+    return f"type {command}, {then}{others}{page}"
 
 
 def nothing_found(source: str, left_out: Sequence[LeftOut]) -> UserError:

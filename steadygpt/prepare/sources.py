@@ -100,23 +100,26 @@ def digest_of(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def find_source(name: str, commit: str = "", max_files: int | None = None, out: Path | None = None) -> Source:
+def find_source(
+    name: str, commit: str = "", max_files: int | None = None, out: Path | None = None, text_field: str = "text"
+) -> Source:
     """Find the files of --source.
 
     Args:
         commit: of the Hub data set, if an earlier run of the preparation has read this one.
         max_files: how many files to take, in their order; None for all.
         out: the folder for the shards, whose files are left out.
+        text_field: for commands that convert a file.
     """
     if "://" in name:
         files = {file.path: file for file in Store(name).files()}
         # Hidden files are left out, as in a local folder.
         visible = [path for path in files if "/." not in path.removeprefix(name.partition("*")[0])]
-        chosen, left_out = choose(name, {path: files[path].size for path in visible})
+        chosen, left_out = choose(name, {path: files[path].size for path in visible}, text_field)
         return Source(name, [files[path] for path in chosen[:max_files]], left_out=left_out)
     if name.startswith("hf:"):
         spec, _, config = name.removeprefix("hf:").partition(":")
         commit, of_hub = hub.data_files(spec, config, commit)
         return Source(name, of_hub[:max_files], commit)
-    local, left_out = local_files(name, out)
+    local, left_out = local_files(name, out, text_field)
     return Source(name, local[:max_files], left_out=left_out)

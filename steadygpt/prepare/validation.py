@@ -14,13 +14,15 @@ from steadygpt.base.typed import Count
 class ValidationSample:
     """A fair sample of a stream of pieces of text: the size of a piece does not decide whether it is chosen.
 
-    The probability that a piece is chosen is the number of bytes that the sample lacks, divided by the mean size of the
-    pieces before it. Both are known before the piece, so the sizes in the sample are distributed as in the stream. The
-    sample is spread over the stream, and its size differs from its share by less than the largest piece so far.
+    The probability that a piece is chosen is the share, plus the number of bytes that the sample lacks divided by the
+    size of the largest piece so far. It is known before the piece, and changes slowly from one piece to the next, so
+    the sizes in the sample are distributed as in the stream, whatever their order. The size of the sample differs from
+    its share of the bytes by at most the largest piece so far.
     """
 
     share: Annotated[float, Meta(ge=0, le=1)]  # of the bytes of all pieces
     pieces: Count = 0  # so far, chosen or not
+    largest: Count = 0  # size of one of these pieces
     num_bytes: Count = 0  # of these pieces
     chosen_bytes: Count = 0
 
@@ -33,10 +35,11 @@ class ValidationSample:
         draws = random.Random(self.pieces)  # a resumed preparation draws the same numbers
         chosen = []
         for size in sizes:
-            lacking = self.share * self.num_bytes - self.chosen_bytes
-            is_chosen = draws.random() * self.num_bytes < lacking * self.pieces
+            lacking = self.share * (self.num_bytes + self.largest) - self.chosen_bytes
+            is_chosen = draws.random() * self.largest < lacking
             chosen.append(is_chosen)
             self.pieces += 1
+            self.largest = max(self.largest, size)
             self.num_bytes += size
             self.chosen_bytes += size * is_chosen
         return chosen

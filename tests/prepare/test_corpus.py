@@ -30,6 +30,7 @@ import prepare_dataset
 import train
 from steadygpt.base.options import UserError
 from steadygpt.prepare import writer
+from steadygpt.prepare.advice import converted
 from steadygpt.prepare.source_files import local_files
 
 TEXTS = [f"{number} {'word ' * (number % 7)}\u00e9\nline" for number in range(60)]
@@ -163,11 +164,12 @@ CARD = ": cards, licences, descriptions, caches, or converted"
     ({"0.parquet": parquet(["a"]), "README.md": b"c", "load.py": b"p"}, ["a"], "left out t/load.py (1 bytes): .py be"),
     ({"a.txt": b"a", "clean.py": b"p"}, ["a"], ".py beside other text; to read them: --source 't/**/*.py'"),
     ({"a.txt": b"a" * 99, "b.json": lines(["b"])}, ["a" * 99], ".json beside other text; to read them: --source 't/**"),
+    ({"notice_1.txt": b"a", "NOTICE.txt": b"b"}, ["a"], f"left out t/NOTICE.txt{CARD}"),
     ({"a.py": b"a", "README.md": b"card"}, ["a"], f"left out t/README.md{CARD}"),
     ({"a.jsonl": lines(["a"]), "b.txt": b"b", "c.parquet": parquet(["c"]), "d.md": b"d"}, [*"abcd"], "4 files"),
     ({"a.jsonl": lines(["a"]), "b.csv": b"text\nb\n"}, ["a"], "left out t/b.csv (7 bytes): of a format that is not"),
     ({"b.jsonl": lines(["b"]), "b.csv": b"text\nb\n"}, ["b"], f"left out t/b.csv{CARD}"),
-    ({"b.jsonl": lines(["b"]), "b.jsonl.original": b"[" * 99}, ["b"], f"left out t/b.jsonl.original{CARD}"),
+    ({"b.lines.jsonl": lines(["b"]), "b.jsonl.original": b"[" * 99}, ["b"], f"left out t/b.jsonl.original{CARD}"),
     ({"a.arrow": arrow(["a"]), "cache-1.arrow": arrow(["b"])}, ["a"], f"left out t/cache-1.arrow{CARD}"),
 ])  # fmt: skip
 def test_a_corpus_is_what_its_user_means(files, read, said, capsys):
@@ -178,7 +180,7 @@ def test_a_corpus_is_what_its_user_means(files, read, said, capsys):
 
 
 @pytest.mark.parametrize(("files", "facts"), [
-    ({"a.csv": b"text\na\n", "README.md": b"c"}, ("t/a.csv (7 bytes): ", "('csv', na_filter=False, data_files='t/a")),
+    ({"a.csv": b"text\na\n", "README.md": b"c"}, ("t/a.csv (7 bytes): ", "('csv', usecols=['text'], converters=")),
     ({"a.tar": b"tar", "README.md": b"c"}, ("t/a.tar (3 bytes): ", " python -m tarfile -e t/a.tar t/a,")),
     ({"README.md": b"c"}, (" t/README.md: ", ".txt")),
     ({"a.parquet": parquet(["a"]), "a.jsonl": lines(["a"])}, (" t/a.jsonl ", " t/a.parquet,")),
@@ -366,6 +368,7 @@ def follow(source: str) -> None:
     pytest.fail(f"{source}: four advices were not enough")
 
 
+ADVICES |= {"rows's [final].csv": table_of(200, "excel"), "rows in $x.csv": table_of(200, "excel")}
 NAMED = ("a.csv", "a.zip", "array.json", "indented.jsonl", "with a space.jsonl", "a.txt")
 
 
@@ -381,6 +384,24 @@ def test_each_advice_makes_the_command_succeed(name, is_folder):
     elif "sv" in name:
         assert text.count("more") == LARGE
         assert f'line, "quoted"\nand\tmore {LARGE - 1}' in text
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("corpus/rows.csv", "corpus/rows.jsonl"), ("/data/rows.jsonl", "/data/rows.lines.jsonl"), ("a.json", "a.jsonl"),
+    ("./x.y/rows.jsonl.gz", "./x.y/rows.lines.jsonl"), ("rows 1.tsv.xz", "rows 1.jsonl"), ("part", "part.lines.jsonl"),
+])  # fmt: skip
+def test_a_converted_file_stands_beside_the_old_one(name, expected):
+    assert converted(name) == expected
+
+
+def test_an_archive_beside_its_content_and_an_original_beside_its_lines_are_not_missing(capsys):
+    write({"t/r.zip": zip_of(lines(TEXTS)), "t/r/a.jsonl": lines(TEXTS), "t/b.jsonl.original": b"x" * 99})
+    prepare("t")
+    said = capsys.readouterr()
+    assert "left out 99 bytes of other types" in said.out
+    write({"t/b.lines.jsonl": lines(["b"])})
+    prepare("t", "new")
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_a_window_of_zstd_that_is_too_large_is_packed_again():

@@ -53,7 +53,7 @@ def documents(source: Source) -> list[tuple[int, str]]:
     """Read (file, text) of all documents; what a text has in several blocks is joined."""
     found: list[tuple[int, str]] = []
     for block in blocks_from(source):
-        for _, text, is_begin, _ in read_documents(block, Wanted("text")):
+        for _, text, is_begin, *_ in read_documents(block, Wanted("text")):
             if not is_begin:
                 text = found.pop()[1] + text
             found.append((block.file, text if isinstance(text, str) else repr(text)))

@@ -82,6 +82,17 @@ def test_the_bytes_that_do_not_come_back_are_counted(text, alphabet):
     assert changed_bytes(text, load_tokenizer(TokenizerRecord("gpt2"))) == 0
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_beginning_that_a_tokenizer_knows_does_not_hide_the_rest(kind):
+    Path("ascii.json").write_text(level_tokenizer(bytes(range(10, 127))))
+    texts = ["the quick brown fox", *["你好 世界 这是一个测试文件"] * 3000]
+    if kind == "jsonl":
+        write_rows("a.jsonl", texts)
+    else:
+        Path("a.txt").write_text("\n".join(texts))
+    refused(f"--source a.{kind} --tokenizer ascii.json", "% of the text changes by the tokenizer ascii.json")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # rows and files
 
@@ -229,9 +240,15 @@ def test_a_separator_as_a_stream_gives_the_same_shards_on_two_workers_and_no_oth
 
 
 def test_a_separator_that_no_text_contains_is_told(capsys):
-    Path("a.txt").write_text("one\r\n\r\ntwo")
-    prepare("a.txt", flags=r"--separator '\n\n'")
-    assert r"warning: a.txt: no text contains the separator '\n\n'" in capsys.readouterr().err
+    write({"a.txt": b"one\r\n\r\ntwo"})
+    prepare("a.txt", "split", flags=r"--separator '\n\n' --val_share 0")
+    assert ids_of("split") == ids_expected(["one", "two"])
+    Path("b.txt").write_text("one\\newpage two")
+    prepare("b.txt", "tex", flags=r"--separator '\\newpage' --val_share 0")
+    assert ids_of("tex") == ids_expected(["one", " two"])
+    capsys.readouterr()
+    prepare("a.txt", flags="--separator=---")
+    assert capsys.readouterr().err.splitlines()[-1] == "warning: no text contains the separator '---'"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

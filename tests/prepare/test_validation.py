@@ -18,6 +18,7 @@ CORPORA = {
     "short first": lambda rng, n: sorted(1 + int(rng.lognormvariate(8, 1)) for _ in range(n)),
     "long first": lambda rng, n: sorted((1 + int(rng.lognormvariate(8, 1)) for _ in range(n)), reverse=True),
     "long and short in turn": lambda rng, n: [(100, 10_000)[i % 2] + rng.randrange(90) for i in range(n)],
+    "books between notes": lambda rng, n: [50_000 if i % 100 == 0 else 100 + rng.randrange(90) for i in range(n)],
     "one document": lambda rng, n: [30_000 + rng.randrange(4000) for _ in range(n)],
 }
 
