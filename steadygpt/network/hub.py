@@ -1,6 +1,5 @@
 """The Hugging Face Hub: the files of a data set at one commit, and models in the Hub's cache."""
 
-import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -135,64 +134,48 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
     Returns: the commit, and the files in the order of `datasets`.
     """
     import datasets
+    from huggingface_hub import HfApi, HfFileSystem
 
+    fs = HfFileSystem()  # its listings, shared with `datasets`, stay valid: they are of commits
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     name, separator, revision = spec.partition("@")
     subject = f"hf:{spec}:{config}" if config else f"hf:{spec}"
     if not name or (separator and not revision):
         raise UserError(f"'{subject}' is incomplete; expected NAME or NAME@REVISION, such as roneneldan/TinyStories")
-    revision = pinned or revision
-    ask = partial(datasets.load_dataset_builder, name, config or None, revision=revision or None)
-    builder = persistently(subject, ask)
+    ask = partial(HfApi().dataset_info, timeout=retry.SILENCE_S)
+    info = persistently(subject, partial(ask, name, revision=pinned or revision or None))
+    name, commit = info.id, str(info.sha)
+    builder = persistently(subject, partial(datasets.load_dataset_builder, name, config or None, revision=commit))
     splits = builder.config.data_files or {}
     if "train" not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
         raise UserError(f"{subject}: no split 'train', found {names}; expected a data set with this split")
-    found = [re.fullmatch(r"hf://datasets/([^@]+)@([0-9a-f]{40})/(.+)", url) for url in splits["train"]]
-    places = {(match[1], match[2]) for match in found if match}
-    if None in found or len(places) > 1:  # the card refers to other places
-        places = {(name, pinned)}
-    ((name, commit),) = places
-    if commit and builder.name in ("parquet", "json", "text"):
-        return commit, _files_at(name, commit, [match[3] for match in found if match])
-    say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
-    return commit, _converted(name, builder.config.name)
+    urls, source = [*splits["train"]], commit
+    # `datasets` before 5.1 accepts a card that names files elsewhere.
+    is_elsewhere = any(not url.startswith(f"hf://datasets/{name}@{commit}/") for url in urls)
+    if is_elsewhere or builder.name not in ("parquet", "json", "text"):
+        say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
+        subject = f"hf:{name}@{CONVERTED}"
+        source = str(persistently(subject, partial(ask, name, revision=CONVERTED)).sha)
+        folder = f"{builder.config.name}/train"
+        find = partial(fs.find, f"datasets/{name}@{source}/{folder}")
+        urls = [f"hf://{path}" for path in persistently(subject, find)]
+        if not urls:
+            raise UserError(f"{subject}: found no files in {folder}/; expected a copy in Parquet, which the Hub makes")
+    sizes = persistently(subject, lambda: [fs.info(url)["size"] for url in urls])
+    return commit, [
+        RemoteFile(url, size, source, HUB, partial(_request, url)) for url, size in zip(urls, sizes, strict=True)
+    ]
 
 
-def _converted(name: str, config: str) -> list[RemoteFile]:
-    """Find the files of the split train in the Hub's own copy of a data set in Parquet."""
-    from huggingface_hub import HfApi
-
-    subject = f"hf:{name}@{CONVERTED}"
-    info = persistently(subject, lambda: HfApi().dataset_info(name, revision=CONVERTED))
-    folder = f"{config}/train/"
-    paths = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
-    if not paths:
-        raise UserError(f"{subject}: found no files in {folder}; expected a copy in Parquet, which the Hub makes")
-    return _files_at(name, str(info.sha), paths)
-
-
-def _files_at(name: str, commit: str, paths: list[str]) -> list[RemoteFile]:
-    """Ask for the sizes of files of a data set, and return the files in the order of `paths`."""
-    from huggingface_hub import HfApi, hf_hub_url
-
-    files: dict[str, RemoteFile] = {}
-    ask: partial[list] = partial(HfApi().get_paths_info, name, repo_type="dataset", revision=commit)
-    for first in range(0, len(paths), 500):
-        for info in persistently(f"hf:{name}", partial(ask, paths[first : first + 500])):
-            url = hf_hub_url(name, info.path, repo_type="dataset", revision=commit)
-            path = f"hf://datasets/{name}@{commit}/{info.path}"
-            files[info.path] = RemoteFile(path, info.size, commit, HUB, partial(_request, url))
-    return [files[path] for path in paths]
-
-
-def _request(url: str, start: int, end: int) -> bytes:
-    """Request the bytes [start, end) of a file."""
+def _request(path: str, start: int, end: int) -> bytes:
+    """Request the bytes [start, end) of a file once; HfFileSystem.cat_file() retries without a report."""
+    from huggingface_hub import HfFileSystem
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    response = get_session().get(url, headers=headers, timeout=retry.SILENCE_S)
+    response = get_session().get(HfFileSystem().url(path), headers=headers, timeout=retry.SILENCE_S)
     hf_raise_for_status(response)
     return response.content
 

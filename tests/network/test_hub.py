@@ -45,7 +45,7 @@ def retries(capsys) -> list[str]:
 
 
 def remote_file(repo: Repo) -> RemoteFile:
-    (file,) = hub._files_at(repo.name, repo.commit, [FILE])
+    _, (file,) = hub.data_files(repo.name, "", repo.commit)
     return file
 
 
@@ -157,6 +157,14 @@ def test_a_wrong_name_is_one_line_without_a_second_try(name, fact, repo, standin
     assert len(standin.log) <= 1
 
 
+@pytest.mark.parametrize(("spec", "fact"), [("no/such", "HF_TOKEN"), ("some/corpus@v9", "after @")])
+def test_a_wrong_name_of_a_data_set_is_one_line_without_a_second_try(spec, fact, repo, standin, capsys):
+    with refusal(f"hf:{spec}: ", fact):
+        hub.data_files(spec, "")
+    assert not retries(capsys)
+    assert len(standin.log) == 1
+
+
 def test_offline_no_request_is_sent(repo, standin, monkeypatch):
     find_repo("dataset", "some/corpus")
     fetch(repo, FILE)
@@ -169,4 +177,6 @@ def test_offline_no_request_is_sent(repo, standin, monkeypatch):
         fetch(found, "other.parquet")
     with refusal("hf:some/other: ", "HF_HUB_OFFLINE"):
         find_repo("dataset", "some/other")
+    with refusal("hf:some/corpus: ", "HF_HUB_OFFLINE"):
+        hub.data_files("some/corpus", "")
     assert not standin.log
