@@ -91,7 +91,6 @@ def find_repo(kind: str, spec: str) -> Repo:
     from huggingface_hub.errors import HFValidationError
 
     utils.logging.set_verbosity_error()  # huggingface_hub prints a page for each retry; we print a line
-    utils.get_session().timeout = retry.SILENCE_S  # of requests without a time-out of their own
     subject = Repo(kind, spec, "")
     name, separator, revision = spec.partition("@")
     if not name or (separator and not revision):
@@ -106,7 +105,8 @@ def find_repo(kind: str, spec: str) -> Repo:
     if constants.HF_HUB_OFFLINE and in_cache:
         return in_cache
     try:
-        info = persistently(subject, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
+        ask = partial(HfApi().repo_info, name, repo_type=kind, revision=revision or None, timeout=retry.SILENCE_S)
+        info = persistently(subject, ask)
     except NoAnswer:
         if not in_cache:
             raise
@@ -223,7 +223,8 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     repo = find_repo("model", source)
     if not repo.online:
         return fetch(repo, "config.json").parent, repo
-    paths = persistently(repo, lambda: HfApi().list_repo_files(repo.name, revision=repo.commit))
+    ask = partial(HfApi().model_info, repo.name, revision=repo.commit, timeout=retry.SILENCE_S)
+    paths = {file.rfilename for file in persistently(repo, ask).siblings or []}
     if ADAPTER in paths:
         raise UserError(f"{source}: {what_it_is(Path(repo.name, ADAPTER))}")
     folder = fetch(repo, "config.json").parent
@@ -231,7 +232,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     text_files = [name for name in KEPT_FILES if name in paths]
     for path in [*tokenizer_files, *text_files]:
         fetch(repo, path)
-    if not with_weights or not {WEIGHTS, INDEX} & {*paths}:
+    if not with_weights or not {WEIGHTS, INDEX} & paths:
         return folder, repo
     if WEIGHTS not in paths:
         fetch(repo, INDEX)

@@ -3,6 +3,7 @@
 import errno
 import io
 import random
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -163,6 +164,19 @@ def test_a_wrong_name_of_a_data_set_is_one_line_without_a_second_try(spec, fact,
         hub.data_files(spec, "")
     assert not retries(capsys)
     assert len(standin.log) == 1
+
+
+@pytest.mark.parametrize("find", [
+    partial(find_repo, "dataset", "some/corpus"),
+    partial(hub.data_files, "some/corpus", ""),
+    partial(hub.fetch_model, "some/model", with_weights=False),
+], ids=["repository", "data set", "model"])  # fmt: skip
+def test_a_hub_that_stalls_before_it_has_named_a_commit_is_asked_again(find, repo, standin, capsys, monkeypatch):
+    monkeypatch.setattr(retry, "SILENCE_S", 0.25)
+    standin.put("models/some/model", {"config.json": b"{}"})
+    standin.fail("GET /api/(datasets|models)", times=2, stall_after=0, stall_s=1)
+    find()
+    assert len(retries(capsys)) == 2
 
 
 def test_offline_no_request_is_sent(repo, standin, monkeypatch):
