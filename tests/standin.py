@@ -97,17 +97,16 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query, path = parse_qs(url.query), unquote(url.path)
         self.note(path)
-        self.posted = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.fault.status:
             self.answer(self.fault.status, b"", self.fault.headers)
-        elif found := re.fullmatch(r"/api/((?:datasets|models)/.+?)(?:/(revision|tree|paths-info)/(.+))?", path):
+        elif found := re.fullmatch(r"/api/((?:datasets|models)/.+?)(?:/(revision|tree)/(.+))?", path):
             self.api(*found.groups())
         elif found := re.fullmatch(r"/(datasets/)?(.+?)/resolve/(\w+)/(.+)", path):
             self.resolve(f"{found[1] or 'models/'}{found[2]}", found[3], found[4])
         else:
             self.answer(404, b"")
 
-    do_HEAD = do_POST = do_GET  # noqa: N815
+    do_HEAD = do_GET  # noqa: N815
 
     def note(self, path: str) -> None:
         """Note the request, and the fault that it meets."""
@@ -140,12 +139,11 @@ class Handler(BaseHTTPRequestHandler):
             {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} | lfs(path, data)
             for path, data in sorted(files.items())
         ]
-        if what == "paths-info":
-            paths = parse_qs(self.posted.decode()).get("paths") or json.loads(self.posted)["paths"]
-            entries = [entry for entry in entries if entry["path"] in paths]
-        elif what == "tree":
+        if what == "tree":
             recursive = "rue" in self.query.get("recursive", [""])[0]
             entries = [e for e in entries if e["path"].startswith(f"{below}/" if below else "")]
+            if below and not entries:
+                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             depth = below.count("/") + bool(below)
             folders = {"/".join(e["path"].split("/")[: depth + 1]) for e in entries if e["path"].count("/") > depth}
             entries = entries if recursive else [e for e in entries if e["path"].count("/") == depth]

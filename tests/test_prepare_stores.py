@@ -141,6 +141,8 @@ def test_the_commit_is_in_the_manifest_and_other_files_are_not_read(hub):
 def test_other_formats_are_read_from_the_copy_of_the_hub_in_parquet(hub, capsys):
     hub.put("datasets/some/csv", {"data/train.csv": b"text\nno\n"})
     refused("--source hf:some/csv", "hf:some/csv@refs/convert/parquet")
+    hub.put("datasets/some/csv", {"other/train/0000.parquet": parquet(TEXTS)}, "refs/convert/parquet")
+    refused("--source hf:some/csv", "hf:some/csv@refs/convert/parquet", "default/train")
     hub.put("datasets/some/csv", {"default/train/0000.parquet": parquet(TEXTS)}, "refs/convert/parquet")
     capsys.readouterr()
     prepare("hf:some/csv", "out", OF_HUB)

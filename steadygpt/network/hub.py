@@ -1,7 +1,5 @@
 """The Hugging Face Hub: the files of a data set at one commit, and models in the Hub's cache."""
 
-import re
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -93,7 +91,6 @@ def find_repo(kind: str, spec: str) -> Repo:
     from huggingface_hub.errors import HFValidationError
 
     utils.logging.set_verbosity_error()  # huggingface_hub prints a page for each retry; we print a line
-    utils.get_session().timeout = retry.SILENCE_S  # of requests without a time-out of their own
     subject = Repo(kind, spec, "")
     name, separator, revision = spec.partition("@")
     if not name or (separator and not revision):
@@ -108,7 +105,8 @@ def find_repo(kind: str, spec: str) -> Repo:
     if constants.HF_HUB_OFFLINE and in_cache:
         return in_cache
     try:
-        info = persistently(subject, lambda: HfApi().repo_info(name, repo_type=kind, revision=revision or None))
+        ask = partial(HfApi().repo_info, name, repo_type=kind, revision=revision or None, timeout=retry.SILENCE_S)
+        info = persistently(subject, ask)
     except NoAnswer:
         if not in_cache:
             raise
@@ -136,58 +134,48 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
     Returns: the commit, and the files in the order of `datasets`.
     """
     import datasets
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, HfFileSystem
 
+    fs = HfFileSystem()  # its listings, shared with `datasets`, stay valid: they are of commits
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     name, separator, revision = spec.partition("@")
     subject = f"hf:{spec}:{config}" if config else f"hf:{spec}"
     if not name or (separator and not revision):
         raise UserError(f"'{subject}' is incomplete; expected NAME or NAME@REVISION, such as roneneldan/TinyStories")
-    revision = pinned or revision
-    ask = partial(datasets.load_dataset_builder, name, config or None, revision=revision or None)
-    builder = persistently(subject, ask)
+    ask = partial(HfApi().dataset_info, timeout=retry.SILENCE_S)
+    info = persistently(subject, partial(ask, name, revision=pinned or revision or None))
+    name, commit = info.id, str(info.sha)
+    builder = persistently(subject, partial(datasets.load_dataset_builder, name, config or None, revision=commit))
     splits = builder.config.data_files or {}
     if "train" not in splits:
         names = ", ".join(map(str, splits)) or "no files that `datasets` can read"
         raise UserError(f"{subject}: no split 'train', found {names}; expected a data set with this split")
-    paths: list[str] = splits["train"]
-    found = [re.fullmatch(r"hf://datasets/([^@]+)@([0-9a-f]{40})/.+", path) for path in paths]
-    places = {(match[1], match[2]) for match in found if match}
-    if None in found or len(places) > 1:  # the card refers to other places
-        places = {(name, pinned)}
-    ((name, commit),) = places
-    if commit and builder.name in ("parquet", "json", "text"):
-        return commit, files_of(paths, commit)
-    say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
-    subject = f"hf:{name}@{CONVERTED}"
-    info = persistently(subject, lambda: HfApi().dataset_info(name, revision=CONVERTED))
-    folder = f"{builder.config.name}/train/"
-    copies = sorted(file.rfilename for file in info.siblings or [] if file.rfilename.startswith(folder))
-    if not copies:
-        raise UserError(f"{subject}: found no files in {folder}; expected a copy in Parquet, which the Hub makes")
-    return commit, files_of([f"hf://datasets/{name}@{info.sha}/{path}" for path in copies], str(info.sha))
+    urls, source = [*splits["train"]], commit
+    # `datasets` before 5.1 accepts a card that names files elsewhere.
+    is_elsewhere = any(not url.startswith(f"hf://datasets/{name}@{commit}/") for url in urls)
+    if is_elsewhere or builder.name not in ("parquet", "json", "text"):
+        say(f"{subject}: found {builder.name}; reading the Hub's copy of it in Parquet, @{CONVERTED}")
+        subject = f"hf:{name}@{CONVERTED}"
+        source = str(persistently(subject, partial(ask, name, revision=CONVERTED)).sha)
+        folder = f"{builder.config.name}/train"
+        find = partial(fs.find, f"datasets/{name}@{source}/{folder}")
+        urls = [f"hf://{path}" for path in persistently(subject, find)]
+        if not urls:
+            raise UserError(f"{subject}: found no files in {folder}/; expected a copy in Parquet, which the Hub makes")
+    sizes = persistently(subject, lambda: [fs.info(url)["size"] for url in urls])
+    return commit, [
+        RemoteFile(url, size, source, HUB, partial(_request, url)) for url, size in zip(urls, sizes, strict=True)
+    ]
 
 
-def files_of(paths: Sequence[str], commit: str) -> list[RemoteFile]:
-    """Return files of a data set, hf://datasets/NAME@COMMIT/PATH."""
+def _request(path: str, start: int, end: int) -> bytes:
+    """Request the bytes [start, end) of a file once; HfFileSystem.cat_file() retries without a report."""
     from huggingface_hub import HfFileSystem
-
-    fs = HfFileSystem()
-    files = []
-    for path in paths:
-        size = persistently(path, partial(fs.info, path))["size"]  # one request for each folder
-        # Not fs.cat_file, which repeats requests for half a minute without a word.
-        files.append(RemoteFile(path, size, commit, HUB, partial(_request, fs.url(path))))
-    return files
-
-
-def _request(url: str, start: int, end: int) -> bytes:
-    """Request the bytes [start, end) of a file."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    response = get_session().get(url, headers=headers, timeout=retry.SILENCE_S)
+    response = get_session().get(HfFileSystem().url(path), headers=headers, timeout=retry.SILENCE_S)
     hf_raise_for_status(response)
     return response.content
 
@@ -235,7 +223,8 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     repo = find_repo("model", source)
     if not repo.online:
         return fetch(repo, "config.json").parent, repo
-    paths = persistently(repo, lambda: HfApi().list_repo_files(repo.name, revision=repo.commit))
+    ask = partial(HfApi().model_info, repo.name, revision=repo.commit, timeout=retry.SILENCE_S)
+    paths = {file.rfilename for file in persistently(repo, ask).siblings or []}
     if ADAPTER in paths:
         raise UserError(f"{source}: {what_it_is(Path(repo.name, ADAPTER))}")
     folder = fetch(repo, "config.json").parent
@@ -243,7 +232,7 @@ def fetch_model(source: str, with_weights: bool) -> tuple[Path, Repo]:
     text_files = [name for name in KEPT_FILES if name in paths]
     for path in [*tokenizer_files, *text_files]:
         fetch(repo, path)
-    if not with_weights or not {WEIGHTS, INDEX} & {*paths}:
+    if not with_weights or not {WEIGHTS, INDEX} & paths:
         return folder, repo
     if WEIGHTS not in paths:
         fetch(repo, INDEX)

@@ -3,6 +3,7 @@
 import errno
 import io
 import random
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -45,7 +46,7 @@ def retries(capsys) -> list[str]:
 
 
 def remote_file(repo: Repo) -> RemoteFile:
-    (file,) = hub.files_of([f"hf://datasets/{repo.name}@{repo.commit}/{FILE}"], repo.commit)
+    _, (file,) = hub.data_files(repo.name, "", repo.commit)
     return file
 
 
@@ -157,6 +158,27 @@ def test_a_wrong_name_is_one_line_without_a_second_try(name, fact, repo, standin
     assert len(standin.log) <= 1
 
 
+@pytest.mark.parametrize(("spec", "fact"), [("no/such", "HF_TOKEN"), ("some/corpus@v9", "after @")])
+def test_a_wrong_name_of_a_data_set_is_one_line_without_a_second_try(spec, fact, repo, standin, capsys):
+    with refusal(f"hf:{spec}: ", fact):
+        hub.data_files(spec, "")
+    assert not retries(capsys)
+    assert len(standin.log) == 1
+
+
+@pytest.mark.parametrize("find", [
+    partial(find_repo, "dataset", "some/corpus"),
+    partial(hub.data_files, "some/corpus", ""),
+    partial(hub.fetch_model, "some/model", with_weights=False),
+], ids=["repository", "data set", "model"])  # fmt: skip
+def test_a_hub_that_stalls_before_it_has_named_a_commit_is_asked_again(find, repo, standin, capsys, monkeypatch):
+    monkeypatch.setattr(retry, "SILENCE_S", 0.25)
+    standin.put("models/some/model", {"config.json": b"{}"})
+    standin.fail("GET /api/(datasets|models)", times=2, stall_after=0, stall_s=1)
+    find()
+    assert len(retries(capsys)) == 2
+
+
 def test_offline_no_request_is_sent(repo, standin, monkeypatch):
     find_repo("dataset", "some/corpus")
     fetch(repo, FILE)
@@ -169,4 +191,6 @@ def test_offline_no_request_is_sent(repo, standin, monkeypatch):
         fetch(found, "other.parquet")
     with refusal("hf:some/other: ", "HF_HUB_OFFLINE"):
         find_repo("dataset", "some/other")
+    with refusal("hf:some/corpus: ", "HF_HUB_OFFLINE"):
+        hub.data_files("some/corpus", "")
     assert not standin.log
