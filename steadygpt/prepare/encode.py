@@ -11,7 +11,7 @@ from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.prepare.documents import NO_TEXT, Block, Damaged, Skipped, Wanted, cut_document, read_documents, repair
 
 # About one character in so many is decoded again, at most SAMPLE of them in each EVERY characters of a document.
-SAMPLED = 200
+SAMPLED = 500
 SAMPLE = 500
 EVERY = 50_000
 
