@@ -55,4 +55,4 @@ def convert_command(name: str, field: str) -> str:
 
 
 def rename_command(name: str, target: str) -> str:
-    return shlex.join(["mv", name, target])
+    return shlex.join(["mv", "-n", name, target])  # -n: not over another file

@@ -155,7 +155,7 @@ def test_every_byte_of_a_mixed_folder_is_read_or_left_out(seed):
 def test_json_lines_with_the_name_of_a_text_are_not_one_document(name):
     content = lines(["one", "two \N{SNOWMAN}"])
     write({f"t/{name}": gzip.compress(content) if name.endswith("gz") else content})
-    refused("--source t", f"t/{name}: JSON Lines", f"Try: mv t/{name} t/a.jsonl")
+    refused("--source t", f"t/{name}: JSON Lines", f"Try: mv -n t/{name} t/a.jsonl")
     follow("t")
     assert ids_of() == ids_expected(["one", "two \N{SNOWMAN}"])
 
