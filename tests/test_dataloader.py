@@ -250,6 +250,11 @@ def test_each_real_shard_is_read_once(tmp_path, way):
     assert found.path == first
 
 
+def test_a_broken_link_is_named(tmp_path):
+    (tmp_path / "a_train_000001.npy").symlink_to("nowhere.npy")
+    refused(lambda: train_shards(tmp_path), "a_train_000001.npy: ", "No such file")
+
+
 def test_a_name_that_says_both_splits_is_refused(tmp_path):
     write_shard(tmp_path / "train_val_1.npy", np.arange(9, dtype=np.uint16))
     for split in ("train", "val"):

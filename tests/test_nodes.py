@@ -248,6 +248,14 @@ def test_shards_of_another_node_must_be_the_same(workdir, change):
         check_identities(found, expected)
 
 
+def test_a_node_without_a_set_of_rank_0_is_refused():
+    sets = {("web", "train"): "1" * 64, ("web", "val"): "2" * 64}
+    lacking = {("web", "train"): "1" * 64}
+    for found, of_main in ((lacking, sets), (sets, lacking)):
+        with refusal("web: its val shards", "none", "2" * 12):
+            check_identities(found, of_main)
+
+
 def train_on_other_data() -> int:
     enter_node()
     with refusal("rank 1 ", f" {socket.gethostname()}: data: its train shards differ from rank 0's"):

@@ -5,7 +5,7 @@ import os
 import re
 import resource
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -234,8 +234,16 @@ def shard_files(data_dir: Path, split: str) -> list[Path]:
             if {"train", "val"} <= {*words}:
                 raise UserError(f"{file}: its name says train and val; expected one of them. Rename it")
             found.append(file)
-    of_inode = {(stat.st_dev, stat.st_ino): file for file in reversed(found) for stat in [file.stat()]}
-    return sorted(of_inode.values())  # each real file once
+    return found
+
+
+def distinct_files(files: Sequence[Path]) -> list[Path]:
+    """Return files without further names of one of them; a broken link stays, because its reader names it."""
+    first_of: dict[tuple[int, int], Path] = {}
+    for file in files:
+        stat = file.stat() if file.exists() else file.lstat()
+        first_of.setdefault((stat.st_dev, stat.st_ino), file)
+    return list(first_of.values())
 
 
 @dataclass(frozen=True)
@@ -261,6 +269,8 @@ class ShardSet:
             if missing:
                 raise UserError(f"{data_dir / missing[0]}: missing, though {MANIFEST} lists it; prepare the data again")
             files = [f for f in files if f.name in listed]
+        else:
+            files = distinct_files(files)
         if not files:
             folder = shlex.quote(str(data_dir))
             arguments = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {folder}"

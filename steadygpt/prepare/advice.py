@@ -13,23 +13,31 @@ LOADERS = {
     "md": "'text', sample_by='document'",
 }
 NAME = re.compile(
-    r"(?P<stem>.+?)(\.(?P<kind>csv|tsv|jsonl?|ndjson|txt|md))?(\.(?P<packing>gz|zst|xz|bz2|lzma))?", re.IGNORECASE
+    r"(?P<stem>.+?)(\.(?P<kind>csv|tsv|jsonl?|ndjson|txt|md))?(\.(?P<packing>gz|zst|xz|bz2|lzma))?",
+    re.IGNORECASE | re.DOTALL,
 )
 ORIGINAL = ".original"  # the suffix of a file in JSON Lines' name after its conversion
 
 
+def parts_of(name: str) -> tuple[str, str, str]:
+    """Return the name of a file without its suffixes, its kind and its packing, both in small letters, or ""."""
+    parts = NAME.fullmatch(name)
+    assert parts, "the pattern matches any name"
+    return parts["stem"], (parts["kind"] or "").lower(), (parts["packing"] or "").lower()
+
+
 def target_of(name: str) -> str:
     """Return the name of the JSON Lines that a file is converted to; "" if there is no need to convert it."""
-    parts = NAME.fullmatch(name)
-    kind = ((parts and parts["kind"]) or "").lower()
-    is_packed_otherwise = parts and (parts["packing"] or "").lower() in ("xz", "bz2", "lzma")
-    return f"{parts['stem']}.jsonl" if parts and (kind in ("csv", "tsv", "json") or is_packed_otherwise) else ""
+    stem, kind, packing = parts_of(name)
+    if kind in ("csv", "tsv", "json") or packing in ("xz", "bz2", "lzma"):
+        return f"{stem}.jsonl"
+    return ""
 
 
 def converted(name: str) -> str:
     """Return the name of the JSON Lines that convert_command() writes."""
-    parts = NAME.fullmatch(name)
-    return target_of(name) or f"{parts['stem'] if parts else name}.lines.jsonl"
+    stem, _, _ = parts_of(name)
+    return target_of(name) or f"{stem}.lines.jsonl"
 
 
 def convert_command(name: str, field: str) -> str:
@@ -42,9 +50,8 @@ def convert_command(name: str, field: str) -> str:
     """
     if "://" in name:
         return "copy it to this machine, and convert it there"
-    parts = NAME.fullmatch(name)
-    kind = ((parts and parts["kind"]) or "txt").lower()
-    loader = LOADERS.get(kind, "'json'").format(field=field)
+    _, kind, _ = parts_of(name)
+    loader = LOADERS.get(kind or "txt", "'json'").format(field=field)
     target = converted(name)
     load = f"datasets.load_dataset({loader}, data_files={glob.escape(name)!r})"
     code = f"import datasets; {load}['train'].to_json({target!r})"

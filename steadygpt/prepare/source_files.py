@@ -35,7 +35,7 @@ NEVER = re.compile(
 # Groups of files: a kind, or why they are not read.
 TEXT = "text"
 ONLY_ALONE = (".json", ".py")  # read if a source has no other text, beside which these are configuration and scripts
-NO_TEXT = "cards, licences, descriptions, caches, or converted"
+NOT_READ = "cards, licences, descriptions, caches, or converted"
 TOKEN_IDS = "token ids"
 TABLES_PAGE = "docs/data.md#tables-and-other-json"
 ARCHIVES = {r"\.zip$": "python -m zipfile -e", r"\.(tar(\.\w+)?|tgz)$": "python -m tarfile -e"}
@@ -167,7 +167,7 @@ def choose(source: str, sizes: Mapping[str, int], text_field: str) -> tuple[list
     chosen = groups.pop(kind, [])
     left_out = []
     for group, names in groups.items():
-        num_bytes = 0 if group == NO_TEXT else sum(sizes[name] for name in names)
+        num_bytes = 0 if group == NOT_READ else sum(sizes[name] for name in names)
         left_out.append(LeftOut(group, names, num_bytes, advice_for(source, group, names, text_field)))
     if not chosen:
         raise nothing_found(source, left_out)
@@ -202,7 +202,7 @@ def group_of(name: str, names: Collection[str]) -> str:
     suffix = suffix_of(name).removesuffix(".gz").removesuffix(".zst")
     made_of_it = converted(name.removesuffix(ORIGINAL)) if name.endswith(ORIGINAL) else target_of(name)
     if NEVER.fullmatch(re.split("[/\\\\]", name)[-1]) or made_of_it in names:
-        return NO_TEXT
+        return NOT_READ
     if suffix:
         return suffix if suffix in ONLY_ALONE else TEXT
     if name.lower().endswith((".npy", ".npz", ".bin")):
@@ -210,14 +210,14 @@ def group_of(name: str, names: Collection[str]) -> str:
     for pattern in ARCHIVES:
         if re.search(pattern, name.lower()):
             folder = re.sub(pattern, "/", name, flags=re.IGNORECASE)
-            return NO_TEXT if any(other.startswith(folder) for other in names) else "archives"
+            return NOT_READ if any(other.startswith(folder) for other in names) else "archives"
     return "of a format that is not read" if target_of(name) else "of other types"
 
 
 def advice_for(source: str, group: str, names: Sequence[str], text_field: str) -> str:
     """Return what to type so that the first of some files that are left out is read; "" if that is not known."""
     name = names[0]
-    if group == NO_TEXT:
+    if group == NOT_READ:
         return ""
     if group in ONLY_ALONE:
         return f"to read them: {glob_of(source, names)}"

@@ -54,11 +54,12 @@ def open_data(start: Start, ranks: Ranks) -> Data:
 
 def check_identities(identities: Mapping[tuple[str, str], str], of_main: Mapping[tuple[str, str], str]) -> None:
     """Compare the shards of this rank with those of rank 0, by folder and split."""
-    for (folder, split), identity in identities.items():
-        expected = of_main.get((folder, split), "no such shards")
-        if identity != expected:
+    for folder, split in sorted(identities.keys() | of_main.keys()):
+        found = identities.get((folder, split), "none")
+        expected = of_main.get((folder, split), "none")
+        if found != expected:
             raise UserError(
-                f"{folder}: its {split} shards differ from rank 0's; found SHA-256 {identity:.12}..., expected "
+                f"{folder}: its {split} shards differ from rank 0's; found SHA-256 {found:.12}..., expected "
                 f"{expected:.12}... Every node needs the same shards: copy rank 0's folder"
             )
 
