@@ -3,7 +3,6 @@
 steadygpt/convert/families.py lists the supported families: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
 
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
-    python convert_hf.py average:10 exported             # with the mean weights of the newest ten rolling checkpoints
     python convert_hf.py exported weights.pt             # from the folder back to a checkpoint
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
@@ -52,12 +51,12 @@ MADE_FROM_FOLDERS = {
 class ConvertOptions:
     source: str = option(
         MISSING,
-        "latest, best, stable, average:N, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",
+        "latest, best, stable, a file (also nanoGPT's), a folder (also Hugging Face's) or a name on the Hub",
         positional=True,
         no_password=True,
     )
     target: str = option(MISSING, "a new Hugging Face folder, or a new checkpoint file: NAME.pt", positional=True)
-    checkpoint_dir: str = option("checkpoints", "folder of latest, best, stable and average:N")
+    checkpoint_dir: str = option("checkpoints", "folder of latest, best and stable")
     dtype: str = option(
         "float32",
         "of the weights in a Hugging Face folder; float32 is exact, the others take half the size",

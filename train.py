@@ -35,7 +35,7 @@ from steadygpt.log.runlog import RunLog
 from steadygpt.log.tensorboard import FOLDER as TENSORBOARD
 from steadygpt.machine.device import profiled, seed
 from steadygpt.machine.loss import mean_terms
-from steadygpt.machine.parallel import Corrupted, full_tensor, gradient_sync
+from steadygpt.machine.parallel import full_tensor, gradient_sync
 from steadygpt.machine.ranks import Ranks, Requests, Stopped, end_with_torchrun, joined, lost_rank
 from steadygpt.mirror.uploads import open_uploads
 from steadygpt.run.judge import Diverged, StepResult, judge
@@ -47,9 +47,8 @@ from steadygpt.run.schedule import set_rates
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start, out_of_memory_explained
 from steadygpt.start.data import Data, open_data
-from steadygpt.start.find import IN_USE, Start, find_start, with_checkpoint_dir
+from steadygpt.start.find import IN_USE, Start, agreed_command, find_start, with_checkpoint_dir
 from steadygpt.start.folder import open_folder
-from steadygpt.start.machines import agreed_command
 from steadygpt.start.plan import forecast, plan_lines
 from steadygpt.start.settle import settle
 
@@ -103,7 +102,7 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
 def train(run: Run, after_step: Callable[[], None]) -> None:
     """Evaluate, save and take steps, up to the last step.
 
-    Raises: Stopped, Diverged or Corrupted, on all ranks together.
+    Raises: Stopped or Diverged, on all ranks together.
     """
     restart_clock(run)
     with closing(run.training_batches()) as batches:
@@ -122,10 +121,7 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
 
 
 def train_and_save(run: Run) -> tuple[str, str]:
-    """Train until the run finishes, stops or diverges, and save; return how it ended and why, as in status.json.
-
-    Raises: Corrupted; nothing of it is saved.
-    """
+    """Train until the run finishes, stops or diverges, and save; return how it ended and why, as in status.json."""
     config = run.config
     trace = Path(config.checkpoint_dir, TENSORBOARD, f"rank{run.ranks.rank}.pt.trace.json.gz")
     status = "finished"
@@ -162,13 +158,6 @@ def train_to_end(run: Run) -> int:
     log.status("running")
     try:
         status, reason = train_and_save(run)
-    except Corrupted as corrupted:  # also by the last save
-        reason = str(corrupted)
-        advice = (
-            "a memory or a chip is wrong. Nothing of this is saved; resume with --resume latest without that machine"
-        )
-        log.warn(f"step {run.state.step}: {reason}; {advice}", event="corruption")
-        return 1
     except Exception as error:
         if run.requests.asked and not run.meter.steps:  # the signal has ended a compiler, too
             status = "stopped"
@@ -197,9 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command.list_checkpoints:
         return print_checkpoints(Path(command.checkpoint_dir), command.mirror, command.verbose)
     with joined(command.device, command.timeout_minutes) as ranks, ExitStack() as stack:
-        notes: list[str] = []
-        if ranks.world_size > 1:
-            command, set_by, notes = agreed_command(command, set_by, ranks)
+        command, set_by, notes = agreed_command(command, set_by, ranks)
         command = ranks.from_main(lambda: with_checkpoint_dir(command, set_by))
         lock = None
         if command.trains:

@@ -1,6 +1,5 @@
-"""The version, the commit and the digest of the code."""
+"""The version and the commit of the code."""
 
-import hashlib
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -18,13 +17,6 @@ def git_commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def code_digest() -> str:
-    """Return the beginning of the SHA-256 of the code: this package, and the programs beside it that import it."""
-    programs = [text for path in sorted(PACKAGE.parent.glob("*.py")) if b"steadygpt" in (text := path.read_bytes())]
-    modules = [path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))]
-    return hashlib.sha256(b"".join(programs + modules)).hexdigest()[:12]
 
 
 def version_text() -> str:

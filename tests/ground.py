@@ -481,7 +481,7 @@ def found(which: str, folder) -> files.Found:
 
 
 def opened(which: str, folder) -> tuple[Path, dict]:
-    """Return the path and the content of the checkpoint that a command names: also "average:N"."""
+    """Return the path and the content of the checkpoint that a command names."""
     return files.open_checkpoint(which, Path(folder))
 
 

@@ -399,18 +399,6 @@ def test_the_command_exports_and_imports(workdir, capsys, monkeypatch):
             run_here("--resume", converted)
 
 
-def test_an_average_is_exported_and_scored_but_not_resumed(workdir, capsys):
-    assert run_here("--checkpoint_freq", "2", "--keep_checkpoints", "3") == 0
-    assert convert_hf.main(["average:3", "average.pt"]) == 0
-    assert convert_hf.main(["average:3", "exported"]) == 0
-    assert_same_weights(read_weights("exported"), read_weights("average.pt"))
-    scored = [run_here("--eval_only", "--eval_freq", "1", "--init_from", name) for name in ("exported", "average.pt")]
-    losses = [line for line in capsys.readouterr().out.splitlines() if "val loss" in line]
-    assert scored == [0, 0] and losses[0] == losses[1]
-    with pytest.raises(UserError, match="--init_from"):
-        run_here("--resume", "average.pt")
-
-
 @pytest.mark.parametrize("which", FAMILIES)
 def test_ten_steps_equal_a_plain_loop_over_transformers(which, workdir):
     """Data order, micro-steps, clipping, AdamW and weight decay of train.py, from a Hugging Face folder."""

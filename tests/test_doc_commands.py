@@ -121,7 +121,6 @@ SMALLER = {
     r"--num_kv_heads 4": "--num_kv_heads 2",
     r"\b48213\b": "2",
     r"--step 1\b": "--step 2",
-    r"average:10": "average:5",
 }
 
 

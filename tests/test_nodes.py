@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY, environment, folders, in_ranks, load, refusal, run_here, write_data
-from ground import alter, metrics, options_in
+from ground import metrics, options_in
 from harness import LaunchedRun, assert_equals_reference, free_port, run_to_end
 
 import prepare_dataset
 import train
-from steadygpt.checkpoint import files
 from steadygpt.config import parse_args
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.machine.ranks import joined
 from steadygpt.start.data import check_identities, find_data
 from steadygpt.start.find import Start
-from steadygpt.start.machines import check_other_machines
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems have no 127.0.0.2, and no parent-death signal"
@@ -147,13 +145,6 @@ def refused(check, *facts: str) -> None:
         check(ranks)
 
 
-def refuse_to_resume(which: str, *facts: str) -> None:
-    os.chdir(f"node{1 - int(os.environ['RANK'])}")
-    os.environ["LOCAL_RANK"] = "0"
-    with refusal(*facts):
-        train.main([*TINY, "--data_dir", "../data", "--resume", which])
-
-
 @pytest.fixture
 def nodes(workdir):
     """Folders node0 and node1, and a checkpoint of step 4 in node0."""
@@ -169,15 +160,6 @@ def test_only_node_0_needs_the_checkpoints(nodes, which):
     in_ranks(2, train_on_node, "--resume", which, "--max_steps", "6")
     assert load("node0/checkpoints/latest.pt")["step"] == 6
     assert os.listdir("node1") == []
-
-
-@pytest.mark.parametrize(("which", "older"), [("latest", True), ("auto", False)], ids=["older ones", "none on node 0"])
-def test_newer_checkpoints_on_another_node_are_not_ignored(nodes, which, older):
-    if older:
-        shutil.copytree("node0", "node1", dirs_exist_ok=True)
-        for file in Path("node1/checkpoints").glob("*.pt"):
-            alter(file, saved_at=1.0)
-    in_ranks(2, refuse_to_resume, which, "/node0/checkpoints ", "/node1/checkpoints, ", "--resume ", "--mirror,")
 
 
 def train_with_other_options() -> int:
@@ -200,17 +182,6 @@ def test_a_folder_that_only_node_0_has_is_no_other_option(nodes):
     log = Path("node0/checkpoints/log.txt").read_text()
     assert "resumed      from checkpoints/latest.pt at step 4" in log
     assert "ignored" not in log
-
-
-def share_a_folder() -> None:
-    if os.environ["RANK"] == "0":
-        files.scan = lambda folder: []  # like an NFS client that has yet to see the new files
-    with joined("cpu") as ranks:
-        check_other_machines(Path("node0/checkpoints"), ranks)
-
-
-def test_a_shared_folder_is_not_another_nodes(nodes):
-    in_ranks(2, share_a_folder)
 
 
 def open_data_of_node(folder: str, *facts: str) -> None:

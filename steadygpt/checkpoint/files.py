@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
 
@@ -318,30 +317,13 @@ def check_folder(folder: Path, resumed_from: Path | None) -> None:
 
 
 def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
-    """Return the checkpoint that a command asks for: "latest", "best", "stable", "average:N", a file or a folder."""
-    match = re.fullmatch(r"average:([1-9]\d{0,5})", which)
-    if match:
-        return folder / which, average(folder, int(match[1]))
+    """Return the checkpoint that a command asks for: "latest", "best", "stable", a file or a folder."""
     selected = find_checkpoint(which, folder)
     for line in selected.damaged.values():
         say(f"warning: skipped {line}")
     if not (selected.path and selected.checkpoint):  # only "auto" accepts that there is none
         raise no_checkpoints(folder)
     return selected.path, selected.checkpoint
-
-
-def average(folder: Path, count: int) -> dict:
-    """Return the mean of the weights of the newest rolling checkpoints, taken in fp64; no run resumes from it."""
-    rolling = (file for file in scan(folder) if file.path.name.startswith("rolling"))
-    contents = [content for _, content in islice(intact_checkpoints(rolling), count)]
-    if len(contents) < count:
-        problem = f"found {len(contents)} intact rolling checkpoints in {folder}"
-        raise UserError(f"average:{count}: {problem}, expected {count}; give a smaller number")
-    names = contents[0]["model"]
-    model = {name: (sum(content["model"][name].double() for content in contents) / count).float() for name in names}
-    if contents[0]["model_config"]["tied_head"]:
-        model["lm_head.weight"] = model["wte.weight"]
-    return contents[0] | WITHOUT_RUN | {"model": model}
 
 
 def intact_checkpoints(files: Iterable[File]) -> Iterator[tuple[Path, dict]]:

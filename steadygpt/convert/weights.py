@@ -97,9 +97,9 @@ def open_weights(source: str, folder: Path, tokenizer: str = "") -> tuple[str, d
     """Return the name and the weights that a command asks for.
 
     Args:
-        source: latest, best, stable or average:N of the folder; for others see read_weights.
+        source: latest, best or stable of the folder; for others see read_weights.
     """
-    if source not in ("latest", *NAMED) and not source.startswith("average:"):
+    if source not in ("latest", *NAMED):
         return source, read_weights(source, tokenizer)
     path, checkpoint = open_checkpoint(source, folder)
     return str(path), with_tokenizer(checkpoint, record_named(tokenizer), path)
@@ -131,8 +131,7 @@ class CheckpointOptions(ModelOptions):
 
     checkpoint: str = option(
         "latest",
-        "latest, best, stable, a file, a folder for its latest, average:N for the mean weights of the newest N "
-        "rolling checkpoints, or weights as for --init_from of train.py, such as gpt2",
+        "latest, best, stable, a file, a folder for its latest, or weights as for train.py --init_from, such as gpt2",
         positional=True,
     )
 

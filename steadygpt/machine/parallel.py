@@ -1,4 +1,4 @@
-"""One model on several ranks: replicas of DDP, shards of FSDP2, whole tensors from either, equal replicas."""
+"""One model on several ranks: replicas of DDP, shards of FSDP2, whole tensors from either."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from steadygpt.base.options import UserError
 from steadygpt.machine.ranks import Ranks
 
 
@@ -26,12 +25,6 @@ def gradient_sync(forward: nn.Module, last: bool):
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether FSDP shards a tensor: whether it is a DTensor, whose module takes a second to import."""
     return hasattr(tensor, "to_local")
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor, or a tensor that is not sharded as it is."""
-    sharded: Any = tensor
-    return sharded.to_local() if is_sharded(tensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,31 +101,3 @@ def settle_buckets(forward: nn.Module, device: torch.device, shape: tuple[int, i
         terms = forward(rows[:, :-1], rows[:, 1:])  # slices, like those of BatchLoader
     torch.stack(list(terms.values())).mean().backward()
     forward.zero_grad(set_to_none=False)
-
-
-class Corrupted(UserError):
-    """Weights that should be the same on several ranks differ."""
-
-
-def compare_replicas(model: nn.Module, ranks: Ranks, shards: int) -> None:
-    """Compare the sums of the bits of the weights of ranks that should have the same weights.
-
-    Args:
-        shards: ranks that share one replica; each group of this many consecutive ranks has one.
-
-    Raises: Corrupted on all ranks, which names the ranks that are not as most.
-    """
-    if ranks.world_size == shards:
-        return
-    # A sum of integers does not depend on its order, and one changed bit always changes it.
-    own = torch.zeros(1, dtype=torch.int64, device=ranks.device)
-    for parameter in model.parameters():
-        own += local_part(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
-    sums = ranks.concatenated(own).tolist()
-    odd = []
-    for rank, number in enumerate(sums):
-        replicas = sums[rank % shards :: shards]
-        if 2 * replicas.count(number) <= len(replicas):
-            odd.append(str(rank))
-    if odd:
-        raise Corrupted(f"rank {' and '.join(odd)}: weights not as on other ranks")

@@ -43,11 +43,6 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def is_first_of_machine(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-
-    @property
     def is_one_machine(self) -> bool:
         """Whether all ranks are on one machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) == self.world_size

@@ -1,6 +1,7 @@
 """What a run starts from: a checkpoint, weights or nothing; and the options that follow from it."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,20 @@ def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) ->
             for_others.weights = start.weights | WITHOUT_TENSORS
     received = ranks.broadcast(for_others)
     return start or cast(Start, received)
+
+
+def agreed_command(
+    command: TrainConfig, set_by: dict[str, str], ranks: Ranks
+) -> tuple[TrainConfig, dict[str, str], list[str]]:
+    """Return the command of rank 0 and its set_by, and a line for each node whose options differ: they are ignored."""
+    of_main, set_by_main = ranks.broadcast((command, set_by))
+    differing = []
+    for name in set_by:
+        if getattr(command, name) != getattr(of_main, name):
+            differing.append(f"--{name} {getattr(command, name)!r}")
+    line = f"{', '.join(differing)} on {socket.gethostname()}; the options of rank 0 count" if differing else ""
+    lines = dict.fromkeys(filter(None, ranks.gather(line)))  # the same line once for all ranks of a node
+    return of_main, set_by_main, [labelled("ignored", line) for line in lines]
 
 
 def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:

@@ -18,7 +18,6 @@ from conftest import refusal, run_here
 from ground import (
     alter,
     heads,
-    is_of_a_run,
     latest,
     run_content,
     verified,
@@ -124,8 +123,7 @@ def test_names_and_errors_in_the_table_cannot_control_the_terminal(tmp_path, cap
     print_checkpoints(tmp_path)
     _, row, _ = capsys.readouterr().out.splitlines()
     assert row.startswith("rolling_step_\\x1b[2J.pt ")
-    with pytest.raises(UserError):
-        open_checkpoint("average:1", tmp_path)
+    assert not list(files.intact_checkpoints(files.scan(tmp_path)))
     assert "/rolling_step_\\x1b[2J.pt: " in capsys.readouterr().err
 
 
@@ -256,34 +254,6 @@ def test_a_folder_in_which_all_files_are_damaged_is_refused(tmp_path, which, how
         damage(tmp_path / name, how)
     with refusal(f"{tmp_path}: ", *(f"{tmp_path}/{name}" for name in there)):
         find_checkpoint(which, tmp_path)
-
-
-def test_an_average_is_the_mean_of_the_newest_rolling_checkpoints(tmp_path, capsys):
-    generator, weights = torch.Generator().manual_seed(0), {}
-    for step in (10, 20, 30, 40):
-        weights[step] = torch.randn(100, generator=generator) * 10 ** (step / 10)
-        model = {"wte.weight": weights[step], "lm_head.weight": weights[step]}
-        write_checkpoint(tmp_path, step, ROLLING.format(step), model=model, model_config={"tied_head": True})
-    write_checkpoint(tmp_path, 50, "latest.pt")
-
-    def mean(*steps: int) -> torch.Tensor:
-        return (sum(weights[step].double() for step in steps) / len(steps)).float()
-
-    path, found = open_checkpoint("average:3", tmp_path)
-    assert str(path) == f"{tmp_path}/average:3"
-    assert torch.equal(found["model"]["wte.weight"], mean(20, 30, 40))
-    assert found["model"]["lm_head.weight"] is found["model"]["wte.weight"]
-    assert found["step"] == 40 and not found["optimizer"] and not is_of_a_run(found)
-    assert capsys.readouterr().err == ""
-
-    damage(tmp_path / ROLLING.format(30), "one bit")
-    _, found = open_checkpoint("average:3", tmp_path)
-    assert torch.equal(found["model"]["wte.weight"], mean(10, 20, 40))
-    assert "rolling_step_000030.pt: " in capsys.readouterr().err
-    with pytest.raises(UserError, match=rf"(?i)^average:4: .* 3 .* {tmp_path}, .* 4; "):
-        open_checkpoint("average:4", tmp_path)
-    with pytest.raises(UserError, match=f"(?i)^average:4: .* 0 .* {tmp_path}/elsewhere, .* 4; "):
-        open_checkpoint("average:4", tmp_path / "elsewhere")
 
 
 def test_the_new_name_of_a_damaged_file_is_no_checkpoint_and_replaces_no_earlier_one(tmp_path):

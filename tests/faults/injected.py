@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from ground import (
     around_model,
     around_save_calls,
@@ -122,18 +121,6 @@ def bad_numbers(steps: Sequence, kind: str, which_rank: int, rank: int) -> None:
 
     around_step(before=lambda step, stop: now.append(step))
     change_loss(change)
-
-
-def flip_bit(step: int, which_rank: int, name: str, kind: str, rank: int) -> None:
-    """Flip a bit of a weight, or of a kind of the optimizer's state for it, on one rank, after a step."""
-
-    def flip(now, model, optimizer):
-        if (now, rank) == (step, which_rank):
-            weight = model.get_parameter(name)
-            tensor = optimizer.state[weight][kind] if kind else weight.detach()
-            getattr(tensor, "to_local", lambda: tensor)().view(-1).view(torch.int32)[0] ^= 1 << 12
-
-    around_step(after=flip)
 
 
 def fail_save(number: int, error: Exception, rank: int) -> None:

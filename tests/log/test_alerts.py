@@ -21,8 +21,7 @@ from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
 from steadygpt.log.alerts import Alerts
-from steadygpt.machine.parallel import Corrupted
-from steadygpt.run import judge, record, saving
+from steadygpt.run import judge, record
 
 SECRET = "/services/T0/B0/secret"
 
@@ -231,13 +230,6 @@ def test_webhook_that_is_down_does_not_disturb_the_run(workdir, webhook, capsys)
 # each event of docs/monitoring.md
 
 
-def replicas_that_differ(monkeypatch) -> None:
-    def differ(*_):
-        raise Corrupted("rank 1: weights not as on other ranks")
-
-    monkeypatch.setattr(saving, "compare_replicas", differ)
-
-
 def losses_that_are_logged_wrongly(monkeypatch) -> None:
     log = Path("checkpoints/metrics.jsonl")
     log.write_text(re.sub(r'"loss": [\d.]+', '"loss": 9.5', log.read_text()))
@@ -258,7 +250,6 @@ EVENTS = {
     "bad steps": ((), (partial(bad_numbers, [3], "nan loss", 0),), None, False),
     "spike": ((), (partial(bad_numbers, [6], "large loss", 0),), short_windows, False),
     "save failed": ((), (partial(fail_save, 0, OSError(28, "No space left on device")),), None, False),
-    "corruption": ((), (), replicas_that_differ, False),
     "resume differs": (("--resume", "checkpoints/rolling_step_000002.pt"), (), losses_that_are_logged_wrongly, True),
 }
 

@@ -21,7 +21,7 @@ from steadygpt.base.options import RankError
 from steadygpt.checkpoint.host_copy import HostCopy, fill
 from steadygpt.config import TrainConfig
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.parallel import shard
+from steadygpt.machine.parallel import settle_buckets, shard
 from steadygpt.machine.ranks import Ranks, Requests, Stopped, joined, launched_as
 from steadygpt.run.saving import agree, save
 
@@ -338,3 +338,9 @@ def test_max_hours_count_from_the_start_of_the_process():
     Requests(alone, max_hours=age_h + 1).check()
     with pytest.raises(Stopped, match="max_hours"):
         Requests(alone, max_hours=age_h / 2).check()
+
+
+def test_a_model_without_ddp_has_no_buckets_to_settle():
+    model = torch.nn.Linear(2, 2)
+    settle_buckets(model, torch.device("cpu"), (1, 2), torch.no_grad())
+    assert model.weight.grad is None
