@@ -10,15 +10,13 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import IO
 
 from steadygpt.base.options import UserError
-from steadygpt.base.progress import say
 
 PIECE_BYTES = 2**25  # of an UncachedFile
-NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of a folder: older CIFS, VirtualBox
+NO_FSYNC = (errno.EINVAL, errno.ENOTSUP)  # of a folder, on file systems that cannot write one to the disk
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
@@ -130,17 +128,8 @@ def fsync_folder(folder: Path) -> None:
         if error.errno not in NO_FSYNC:
             error.filename = str(folder)
             raise
-        _tell_of_names(folder)
     finally:
         os.close(descriptor)
-
-
-@cache  # once for each folder
-def _tell_of_names(folder: Path) -> None:
-    say(
-        f"warning: {folder}: its file system cannot fsync a folder, so after a power cut the newest files may be "
-        "missing; older ones are safe"
-    )
 
 
 def lock_folder(folder: Path, advice: str) -> IO[str]:

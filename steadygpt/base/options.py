@@ -27,7 +27,6 @@ from steadygpt.version import version_text
 Options = TypeVar("Options")  # a dataclass
 ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-NO_THREAD = "can't start new thread|Resource temporarily unavailable"
 SECRETS = re.compile(  # in URLs: a password, but not a port; a token in place of a user; a parameter
     r"(://)[^\s/:@']*:(?!\d*(?:/|$))[^\s@']*(?=@)|(https?://)[^\s/:@']+(?=@)"
     r"|([?&][\w-]*(?:token|key|secret|sig|signature|pass|passwd|password|pwd|auth)=)[^&\s']+",
@@ -151,14 +150,6 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
     if "--version" in argv:
         print(f"SteadyGPT {version_text()}")
         sys.exit()
-    for argument in argv:
-        shown = ascii(argument)
-        if not argument.isascii() and "\\udc" in shown:
-            encoding = sys.getfilesystemencoding()
-            raise UserError(
-                f"{shown}: not valid {encoding}; write it in this encoding, or set LC_ALL=C.UTF-8 and PYTHONUTF8=1; if "
-                "a file has this name, rename it"
-            )
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)
     if any(f.metadata["positional"] for f in fields.values()):
@@ -288,9 +279,6 @@ def run_cli(main: Callable[[], int | None]) -> None:
             status = 2  # a path that a user gave: even Path.exists() raises these
             problem = printable(f"{error.filename}: {error.strerror}")
             print(f"error: {problem}; change its permissions, or give another path", file=sys.stderr)
-        elif isinstance(error, RuntimeError | BlockingIOError) and re.search(NO_THREAD, str(error)):
-            advice = "raise it (ulimit -u, or the pids limit of the container), or end others"
-            print(f"error: the limit of threads and processes is reached; {advice}", file=sys.stderr)
         else:
             traceback.print_exc()
     if "RANK" in os.environ or threading.active_count() > 1:

@@ -104,8 +104,8 @@ def failing(number: int):
     return fail
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_that_cannot_fsync_folders_is_told_once(tmp_path, monkeypatch, capsys, number):
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_fsync_folders_still_replaces_files(tmp_path, monkeypatch, number):
     real = os.fsync
     monkeypatch.setattr(
         os, "fsync", lambda file: (failing(number) if stat.S_ISDIR(os.fstat(file).st_mode) else real)(file)
@@ -113,8 +113,6 @@ def test_a_file_system_that_cannot_fsync_folders_is_told_once(tmp_path, monkeypa
     for text in (b"one", b"two"):
         replace_file(tmp_path / "file", lambda file, text=text: file.write(text))
     assert (tmp_path / "file").read_bytes() == b"two"
-    warning = f"warning: {tmp_path}: its file system cannot fsync a folder, so after a power cut the newest files may"
-    assert capsys.readouterr().err.count(warning) == 1
 
 
 def test_other_errors_of_an_fsync_name_the_folder(tmp_path, monkeypatch):

@@ -37,7 +37,6 @@ from steadygpt.checkpoint.files import (
     Unreadable,
     check_tensors,
     find_checkpoint,
-    open_checkpoint,
 )
 from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
 
