@@ -11,7 +11,7 @@ The conversion is exact: weights are renamed, split, reordered or negated, but o
 checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
-import steadygpt.launch  # noqa: F401  # before all others
+import steadygpt.preflight  # noqa: F401  # before all others
 
 import dataclasses
 import importlib.util

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from steadygpt.base.options import UserError
-from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, key_of, permute
-from steadygpt.data.shards import MAPPED, Shard
+from steadygpt.data.shards import Shard, most_mapped
 
 READ_TOKENS = 2**18  # tokens that the thread reads at a time
 
@@ -30,11 +29,6 @@ class Order:
     seed: int = 0
     shuffle_shards: bool = False
     shuffle_rows: bool = False
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Order":
-        """Return the order that a configuration asks for."""
-        return cls(config.seed, config.shuffle_shards, config.shuffle_rows)
 
 
 IN_ORDER = Order()
@@ -101,7 +95,7 @@ class RowStream(Rows):
                 f"expected {T + 1:,}, one row of --context_length {T:,} and its last target"
             )
         self.shards = [shard for shard in self.shards if shard.num_tokens > T]
-        for shard in self.shards[:MAPPED]:
+        for shard in self.shards[: most_mapped()]:
             shard.tokens()  # mapped now, so that the run can read files that are deleted or replaced while it goes on
         targets = np.array([shard.num_tokens - 1 for shard in self.shards], np.int64)
         self.num_rows = targets // T

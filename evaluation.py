@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dataloader import EvenlySpaced, RowStream
-from generate import prompt_ids, sample_texts
 from steadygpt.config import TrainConfig
+from steadygpt.inference.sampling import prompt_ids, sample_texts
 from steadygpt.machine.device import evaluating
 from steadygpt.run.run import Run
 from steadygpt.run.summary import validation_text

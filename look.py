@@ -5,7 +5,7 @@ python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024
 python look.py --checkpoint_dir checkpoints --step 48213                             # rows of a step
 """
 
-import steadygpt.launch  # noqa: F401  # before all others
+import steadygpt.preflight  # noqa: F401  # before all others
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloader import Mixture, Order, RowStream
+from dataloader import Mixture, RowStream
 from steadygpt.base.options import UserError, option, options_of, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.text import printable
@@ -163,7 +163,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
     """
     config = TrainConfig(**checkpoint["options"], vocab_size=checkpoint["model_config"]["vocab_size"])
     data = checkpoint["data"]
-    order = Order.of(config)
+    order = config.order
     streams = {}  # identity of a source -> its rows
     files: dict[Shard, str] = {}
     for name, (folder, expected) in data["sources"].items():

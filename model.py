@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,13 +16,155 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from steadygpt.choices import ACTIVATIONS, NORMS
-from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.base.options import OptionError, check_options, option
 from steadygpt.machine.attention import OPERATORS, attention
 from steadygpt.machine.loss import linear_losses, softcapped, token_losses
 
-DEFAULT_OPTIONS = TrainConfig()
 TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary, and padding
+
+# ---------------------------------------------------------------------------------------------------------------------
+# activations and norms: their names are the choices of --activation and --norm
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Compute the approximation of GELU that GPT-2 uses (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Compute ReLU squared (So et al. 2021)."""
+    x = F.relu(x)
+    return x * x  # not x.square(), which autocast computes in fp32
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Compute SwiGLU (Shazeer 2020): the first half of the features, as SiLU, times the second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class Activation(NamedTuple):
+    """Of an MLP: from (..., matrices * F) to (..., F)."""
+
+    function: Callable[[Tensor], Tensor]
+    matrices: int = 1  # before it, in one weight
+
+
+ACTIVATIONS = {
+    "gelu_tanh": Activation(gelu_tanh),
+    "gelu": Activation(F.gelu),
+    "relu2": Activation(relu2),
+    "swiglu": Activation(swiglu, matrices=2),
+}
+
+
+class NormKind(NamedTuple):
+    """What the norms of a model compute."""
+
+    is_layernorm: bool = False  # with the mean subtracted, and a bias if the model has biases; otherwise RMSNorm
+    has_weight: bool = True
+    of_embedding: bool = False  # also normalizes the embedding
+
+
+NORMS = {
+    "layernorm": NormKind(is_layernorm=True),
+    "rmsnorm": NormKind(),
+    "rmsnorm_no_weight": NormKind(has_weight=False, of_embedding=True),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# options
+
+_shape = partial(option, group="model", on_resume="never")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. The defaults are GPT-2 124M; configs/gpt-neox-1.2b.toml has GPT-NeoX's values.
+
+    All fields but vocab_size, which comes from the data, are options of train.py: TrainConfig inherits them.
+    """
+
+    # fmt: off
+    vocab_size: int = 50257
+    num_layers: int = _shape(12, "number of transformer blocks", at_least=1, at_most=2**12)
+    num_heads: int = _shape(12, "number of attention heads", at_least=1, at_most=2**24)
+    num_kv_heads: int = _shape(0, "key and value heads, for grouped-query attention; 0 = num_heads", at_most=2**24)
+    embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
+    head_dim: int = _shape(0, "dimensions per head; 0 = embd_size / num_heads", at_most=2**24)
+    context_length: int = _shape(1024, "tokens per row", at_least=1, at_most=2**24)
+    intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or 8/3 with swiglu", at_most=2**24)
+    bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
+    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, as in "
+                       "NanoChat", choices=tuple(NORMS))
+    norm_eps: float = _shape(1e-5, "epsilon of the norms", at_least=1e-20)
+    qk_norm: bool = _shape(False, "apply RMSNorm to queries and keys, as in Qwen 3")
+    activation: str = _shape("gelu_tanh", "gelu_tanh, as in GPT-2; gelu, as in GPT-NeoX; relu2, as in NanoChat; "
+                             "swiglu, as in Llama", choices=tuple(ACTIVATIONS))
+    rotary_pct: float = _shape(0.0, "part of a head with rotary positions; 0 = learned ones, as in GPT-2", at_most=1)
+    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", at_least=1, at_most=1e15)
+    parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
+    tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
+    logit_softcap: float = _shape(0.0, "cap logits smoothly at this value; 15 in NanoChat; 0 = off")
+    dropout: float = _shape(0.0, "dropout probability", at_most=0.99, on_resume="ask")
+    # fmt: on
+
+    def check_shape(self) -> None:
+        """Check the fields and whether they fit each other."""
+        check_options(self)
+        if not 1 <= self.vocab_size <= 2**24:
+            raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
+        if not self.head_dim and self.embd_size % self.num_heads:
+            raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
+        if self.num_heads % self.kv_heads:
+            raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
+        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
+            found = f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions per head"
+            raise OptionError("rotary_pct", found, "an even number of dimensions: they rotate in pairs")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: matrix products are fastest at multiples of 64."""
+        return math.ceil(self.vocab_size / 64) * 64
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.embd_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_size * self.rotary_pct)
+
+    @property
+    def mlp_size(self) -> int:
+        if ACTIVATIONS[self.activation].matrices > 1 and not self.intermediate_size:
+            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
+        return self.intermediate_size or 4 * self.embd_size
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the rows of the matrices that a weight of a block stacks, by its name."""
+        if "c_attn" in name:
+            query_rows = self.head_size * self.num_heads
+            key_rows = self.head_size * self.kv_heads  # and as many of values
+            return (query_rows, key_rows, key_rows)
+        if "c_fc" in name:  # with SwiGLU, gate, then up
+            return (self.mlp_size,) * ACTIVATIONS[self.activation].matrices
+        return (self.embd_size,)
+
+
+@dataclass(frozen=True)
+class GPTOptions:
+    """How training computes a model. No checkpoint of weights has these options; the weight of a term belongs here."""
+
+    activation_checkpointing: bool = option(
+        False, "recompute blocks in the backward pass: less memory, slower", "memory"
+    )
+    loss_chunk_size: int = option(0, "tokens per chunk of logits, to save memory; 0 = all at once", "memory")
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # blocks
@@ -223,11 +366,11 @@ class GPT(nn.Module):
     """The language model. The padding of the vocabulary is never predicted: its logits are -inf.
 
     Args:
-        options: of the run: activation_checkpointing, loss_chunk_size, and whatever terms of the loss depend on.
+        options: how training computes it; terms of the loss find their weights in self.options.
         initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
     """
 
-    def __init__(self, config: GPTConfig, options: TrainConfig = DEFAULT_OPTIONS, initialize: bool = True):
+    def __init__(self, config: GPTConfig, options: GPTOptions = GPTOptions(), initialize: bool = True):
         super().__init__()
         self.config = config
         self.options = options

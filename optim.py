@@ -1,18 +1,22 @@
-"""Optimizers over a model's parameters by role: AdamW and Muon, with NorMuon's step sizes of neurons."""
+"""Updates of a model: the learning rate of each step, and optimizers over parameters by role, AdamW and Muon.
+
+Muon's steps may have NorMuon's sizes of neurons.
+"""
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # config.py takes the choices of --optimizer from here, also where nothing is trained
-    from model import GPT
-    from steadygpt.config import GPTConfig, TrainConfig
-    from steadygpt.machine.ranks import Ranks
+from model import GPT, GPTConfig, sketch_of
+from steadygpt.base.options import option
+from steadygpt.machine.parallel import full_tensor, own_part
+from steadygpt.machine.ranks import Ranks
 
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
 # Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
@@ -21,18 +25,159 @@ ITERATIONS = 5
 MUON_MOMENTUM = 0.85  # 0.95 and rising ones end higher in runs of up to 3,000 steps: docs/LOG.md
 ADAM_EPS = 1e-8
 TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
-MAX_GATHERED = 2**27  # elements of matrices that are whole on each rank at the same time, unless one matrix has more
+MAX_GATHERED = 2**27  # most elements gathered at once under FSDP; a larger matrix is gathered alone
+
+_optim = partial(option, group="optimization")
+_recipe = partial(_optim, on_resume="ask")  # of an update, so that no resume changes it by accident
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the learning rate
 
 
-def make_optimizer(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch.optim.Optimizer:
+def cosine(config: "OptimConfig", step: int) -> float:
+    """Return a learning rate that falls to min_lr by half a cosine (Loshchilov and Hutter 2017)."""
+    left = 0.5 * (1 + math.cos(math.pi * progress(config, step, config.warmup_steps)))
+    return config.min_lr + left * (config.max_lr - config.min_lr)
+
+
+def wsd(config: "OptimConfig", step: int) -> float:
+    """Return a learning rate that is stable, then falls to min_lr linearly (Hu et al. 2024)."""
+    left = 1 - progress(config, step, cooldown_start(config))
+    return config.min_lr + left * (config.max_lr - config.min_lr)
+
+
+def constant(config: "OptimConfig", step: int) -> float:
+    return config.max_lr
+
+
+def progress(config: "OptimConfig", step: int, start: int) -> float:
+    """Return which part of the steps from `start` to the end of the run is over, 0 to 1."""
+    return min(1.0, max(0, step - start) / max(1, config.max_steps - start))
+
+
+class Schedule(NamedTuple):
+    """The learning rate after the warm-up."""
+
+    rate: Callable[["OptimConfig", int], float]  # options, step -> learning rate
+    cools_down: bool = False  # in the last --cooldown of the steps; stable.pt is saved before
+
+
+SCHEDULES = {  # the choices of --schedule
+    "cosine": Schedule(cosine),
+    "wsd": Schedule(wsd, cools_down=True),
+    "constant": Schedule(constant),
+}
+
+
+def cooldown_start(config: "OptimConfig") -> int:
+    """Return the first step of the cool-down; without one, the number of steps."""
+    if not SCHEDULES[config.schedule].cools_down:
+        return config.max_steps
+    return max(config.warmup_steps, config.max_steps - round(config.cooldown * config.max_steps))
+
+
+def learning_rate(config: "OptimConfig", step: int) -> float:
+    """Return the learning rate of a step. It rises linearly to max_lr, then follows --schedule."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    return SCHEDULES[config.schedule].rate(config, step)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, config: "OptimConfig", step: int) -> float:
+    """Set what the schedule decides for each group of parameters in a step, and return the learning rate.
+
+    Other values of a group, such as "weight_decay" or Muon's "momentum", may follow the step here too.
+    """
+    lr = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
+    return lr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the optimizers
+
+
+def make_adamw(model: GPT, config: "OptimConfig", ranks: Ranks, precision: str) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter 2019)."""
+    return torch.optim.AdamW(adamw_groups(model, "embedding", "matrix", "head"), **adamw_options(model, config))
+
+
+def make_muon(model: GPT, config: "OptimConfig", ranks: Ranks, precision: str) -> torch.optim.Optimizer:
+    """Return Muon for the matrices of the blocks and AdamW for the rest."""
+    named = model.parameters_by_role()["matrix"]
+    matrices = {
+        "params": list(named.values()),
+        "lr_ratio": config.muon_lr / config.max_lr,
+        "parts": [model.config.parts(name) for name in named],
+        "momentum": MUON_MOMENTUM,
+        "beta2": config.muon_beta2,
+    }
+    groups = [*adamw_groups(model, "embedding", "head"), matrices]
+    return Muon(groups, ranks, precision, **adamw_options(model, config))
+
+
+def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
+    """Return the parameters of the roles that have weight decay, and the vectors."""
+    roles = model.parameters_by_role()
+    with_decay: list[nn.Parameter] = []
+    for role in decayed:
+        with_decay += roles[role].values()
+    return [
+        {"params": with_decay},
+        {"params": list(roles["vector"].values()), "weight_decay": 0.0},
+    ]
+
+
+def adamw_options(model: GPT, config: "OptimConfig") -> dict[str, Any]:
+    return {
+        "lr": config.max_lr,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": ADAM_EPS,
+        "weight_decay": config.weight_decay,
+        "fused": not model.wte.weight.is_meta,  # where state_shapes() takes a step
+    }
+
+
+OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}  # the choices of --optimizer
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer, its rates and their schedule."""
+
+    # fmt: off
+    optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks",
+                            choices=tuple(OPTIMIZERS), on_resume="never")
+    max_lr: float = _recipe(1e-3, "peak learning rate, after the warm-up")
+    min_lr: float = _recipe(1e-4, "learning rate at the end of the decay")
+    schedule: str = _recipe("cosine", "after the warm-up: cosine, constant, or wsd: stable, then a cool-down",
+                            choices=tuple(SCHEDULES))
+    cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
+    warmup_steps: int = _recipe(-1, "steps of linear warm-up; -1 = 715, at most a tenth of the run", at_least=-1)
+    muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
+    muon_beta2: float = _recipe(0.0, "beta2 of NorMuon; 0 = off", at_most=0.9999)
+    weight_decay: float = _recipe(0.1, "weight decay of matrices and embeddings")
+    adam_beta1: float = _recipe(0.9, "beta1 of AdamW", at_most=0.9999)
+    adam_beta2: float = _recipe(0.95, "beta2 of AdamW", at_most=0.999999)
+    grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
+    max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
+    # fmt: on
+
+
+def make_optimizer(model: GPT, config: OptimConfig, ranks: Ranks, precision: str = "fp32") -> torch.optim.Optimizer:
     """Return the optimizer that a configuration chooses.
 
     Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio", by
     default 1, times that of the schedule.
 
+    Args:
+        ranks: share the work of Muon.
+        precision: of the run, see Muon.
+
     Raises: ValueError if the groups lack a parameter, or have one twice.
     """
-    optimizer = OPTIMIZERS[config.optimizer](model, config, ranks)
+    optimizer = OPTIMIZERS[config.optimizer](model, config, ranks, precision)
     names = {parameter: name for name, parameter in model.named_parameters()}
     times = Counter[nn.Parameter]()
     for group in optimizer.param_groups:
@@ -46,69 +191,18 @@ def make_optimizer(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch
     return optimizer
 
 
-def make_adamw(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019)."""
-    return torch.optim.AdamW(adamw_groups(model, "embedding", "matrix", "head"), **adamw_options(config))
-
-
-def make_muon(model: "GPT", config: "TrainConfig", ranks: "Ranks") -> torch.optim.Optimizer:
-    """Return Muon for the matrices of the blocks and AdamW for the rest."""
-    named = model.parameters_by_role()["matrix"]
-    matrices = {
-        "params": list(named.values()),
-        "lr_ratio": config.muon_lr / config.max_lr,
-        "parts": [model.config.parts(name) for name in named],
-        "momentum": MUON_MOMENTUM,
-        "beta2": config.muon_beta2,
-    }
-    groups = [*adamw_groups(model, "embedding", "head"), matrices]
-    return Muon(groups, ranks, config.precision, **adamw_options(config))
-
-
-OPTIMIZERS = {"adamw": make_adamw, "muon": make_muon}  # the choices of --optimizer
-
-
-def adamw_groups(model: "GPT", *decayed: str) -> list[dict[str, Any]]:
-    """Return the parameters of the roles that have weight decay, and the vectors."""
-    roles = model.parameters_by_role()
-    with_decay: list[nn.Parameter] = []
-    for role in decayed:
-        with_decay += roles[role].values()
-    return [
-        {"params": with_decay},
-        {"params": list(roles["vector"].values()), "weight_decay": 0.0},
-    ]
-
-
-def adamw_options(config: "TrainConfig") -> dict[str, Any]:
-    return {
-        "lr": config.max_lr,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": ADAM_EPS,
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
-
-
 @cache
-def state_shapes(shape: "GPTConfig", optimizer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on tensors without content.
+def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on the meta device.
 
     Raises: TypeError if it is something else than tensors of fp32, which checkpoints hold.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
-
-    from model import GPT
-    from steadygpt.config import TrainConfig
-    from steadygpt.machine.ranks import Ranks
-
-    cpu = torch.device("cpu")
-    with FakeTensorMode(), cpu:
-        model = GPT(shape, initialize=False)
-        stepped = make_optimizer(model, TrainConfig(optimizer=optimizer, muon_beta2=0.95), Ranks(cpu))
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        stepped.step()
+    model = sketch_of(shape)
+    config = OptimConfig(optimizer, muon_beta2=0.95)
+    stepped = make_optimizer(model, config, Ranks(torch.device("meta")))
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    stepped.step()
     shapes = {}
     for name, parameter in model.named_parameters():
         for kind, tensor in stepped.state[parameter].items():
@@ -132,7 +226,7 @@ class Muon(torch.optim.AdamW):
         options: of AdamW.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], ranks: "Ranks", precision: str, **options: Any):
+    def __init__(self, groups: list[dict[str, Any]], ranks: Ranks, precision: str, **options: Any):
         super().__init__(groups, **options)
         self.ranks = ranks
         self.dtype = torch.float32
@@ -171,8 +265,6 @@ class Muon(torch.optim.AdamW):
             self._update(stacked, group)
 
     def _update(self, stacked: Stacked, group: dict[str, Any]) -> None:
-        from steadygpt.machine.parallel import full_tensor, own_part
-
         beta2 = group["beta2"]
         matrices: list[Tensor] = []
         mean_squares: list[Tensor] = []
@@ -203,7 +295,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalized(
-    matrices: list[Tensor], ranks: "Ranks", squares: Sequence[Tensor] = (), weight: float = 0.0
+    matrices: list[Tensor], ranks: Ranks, squares: Sequence[Tensor] = (), weight: float = 0.0
 ) -> list[Tensor]:
     """Return the nearest (semi-)orthogonal matrices, approximately; with `squares`, they are normalized().
 

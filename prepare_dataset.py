@@ -11,7 +11,7 @@ validation split, the same for every tokenizer. So the shards are byte-identical
 kill the same command resumes with the unit after the last shard.
 """
 
-import steadygpt.launch  # noqa: F401  # before all others
+import steadygpt.preflight  # noqa: F401  # before all others
 
 import dataclasses
 import glob

@@ -10,7 +10,7 @@ makes one update. Learning rate, data order and dropout masks follow from the co
 not stored. A checkpoint holds everything else: model, optimizer, loss scaler and TrainState.
 """
 
-import steadygpt.launch  # noqa: F401  # before all others
+import steadygpt.preflight  # noqa: F401  # before all others
 
 import math
 import signal
@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import BatchLoader
 from evaluation import evaluate
+from optim import set_rates
 from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import run_cli
 from steadygpt.base.retry import brief
-from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.log.metrics import read_status
 from steadygpt.log.runlog import RunLog
@@ -38,12 +38,11 @@ from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.parallel import full_tensor, gradient_sync
 from steadygpt.machine.ranks import Ranks, Requests, Stopped, end_with_torchrun, joined, lost_rank
 from steadygpt.mirror.uploads import open_uploads
-from steadygpt.run.judge import Diverged, StepResult, judge
-from steadygpt.run.record import count_step, log_step, restart_clock
+from steadygpt.monitor.table import print_checkpoints
 from steadygpt.run.repeats import report
 from steadygpt.run.run import Run
 from steadygpt.run.saving import agree, finish_uploads, is_saved, save_if_due, wait_alone
-from steadygpt.run.schedule import set_rates
+from steadygpt.run.step import Diverged, StepResult, count_step, judge, log_step, restart_clock
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start, out_of_memory_explained
 from steadygpt.start.data import Data, open_data

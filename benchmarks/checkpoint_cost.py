@@ -21,11 +21,11 @@ from benchmarks.compare import benchmark_parser, compare, median_text, summary, 
 from model import GPT, GPTConfig
 from optim import make_optimizer
 from steadygpt.base.durable import lock_folder
-from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import autocast, choose_precision
+from steadygpt.machine.parallel import HostCopy
 from steadygpt.machine.ranks import Ranks, joined
 from steadygpt.start.find import IN_USE
 

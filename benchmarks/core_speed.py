@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.compare import benchmark_parser, in_turn, report
-from hellaswag_eval import Suite, right_answers, score
 from model import GPT, GPTConfig
 from steadygpt.checkpoint.files import read_checkpoint
 from steadygpt.convert.weights import load_model
 from steadygpt.data.tasks import CORE, KINDS, Task, load_core
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
+from steadygpt.inference.scoring import Suite, right_answers, score
 from steadygpt.machine.device import evaluating
 from steadygpt.machine.ranks import joined
 

@@ -18,8 +18,8 @@ from types import ModuleType
 import torch
 
 from benchmarks.compare import benchmark_parser, in_turn, pairs_of_equal_precision, report, synchronize
-from generate import generate
 from model import GPT, GPTConfig
+from steadygpt.inference.sampling import generate
 from steadygpt.machine.device import autocast, evaluating
 from steadygpt.machine.ranks import joined
 

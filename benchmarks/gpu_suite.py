@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.compare import REPO, die_with_parent, exit_on_signals, number_text, reason_of
 from benchmarks.train_speed import write_tokens
-from steadygpt.version import git_commit
+from steadygpt.base.options import git_commit
 
 PARTS = ("right", "fast", "fits", "trace")
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")

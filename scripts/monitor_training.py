@@ -11,7 +11,7 @@ import sys
 
 sys.path.insert(0, f"{sys.path[0]}/..")
 
-import steadygpt.launch  # noqa: F401  # before all others
+import steadygpt.preflight  # noqa: F401  # before all others
 
 import signal
 import time

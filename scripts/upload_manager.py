@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, f"{sys.path[0]}/..")
 
-import steadygpt.launch  # noqa: F401  # before all others
+import steadygpt.preflight  # noqa: F401  # before all others
 
 import os
 import time
@@ -24,13 +24,13 @@ from steadygpt.base.durable import lock_folder
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import LATEST, NAMED, find_checkpoint
-from steadygpt.checkpoint.identity import RUN, read_run
-from steadygpt.checkpoint.table import print_checkpoints
 from steadygpt.config import TrainConfig
+from steadygpt.log.metrics import RUN, read_run
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
 from steadygpt.mirror.store import Mirror
 from steadygpt.mirror.uploads import open_uploads
+from steadygpt.monitor.table import print_checkpoints
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,3 @@
-"""The machinery of SteadyGPT: everything that train.py, model.py, dataloader.py and config.py rely on."""
+"""The machinery of SteadyGPT: everything that the commands, model.py, optim.py and dataloader.py rely on."""
 
 __version__ = "0.9.0"

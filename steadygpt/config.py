@@ -1,4 +1,6 @@
-"""The options of train.py, declared once, in TrainConfig: flags, help, TOML keys, what a checkpoint stores.
+"""The options of train.py: flags, help, TOML keys, what a checkpoint stores.
+
+TrainConfig has them all. Those of the model and of its updates are declared in model.py and optim.py, which use them.
 
 Flags override --config NAME|FILE.toml, which overrides the defaults. On resume, the checkpoint's values replace the
 defaults.
@@ -16,10 +18,11 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from optim import OPTIMIZERS
+from dataloader import Order
+from model import GPTConfig, GPTOptions
+from optim import OptimConfig
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
 from steadygpt.base.text import printable
-from steadygpt.choices import ACTIVATIONS, NORMS, SCHEDULES
 from steadygpt.data.shards import parse_folders
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
@@ -28,102 +31,35 @@ FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a p
 MAX_NAME = 200  # characters
 
 # Options by their group in --help.
-_shape = partial(option, group="model", on_resume="never")
-_run, _data, _optim, _saves, _evals, _logs, _ranks = (
+_steps, _run, _data, _saves, _evals, _logs, _ranks = (
     partial(option, group=group)
-    for group in ("run", "data", "optimization", "checkpoints", "evaluation", "logging", "distributed")
+    for group in ("steps", "run", "data", "checkpoints", "evaluation", "logging", "distributed")
 )
-_recipe = partial(_optim, on_resume="ask")  # of an update, so that no resume changes it by accident
 
 
 @dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a model. The defaults are GPT-2 124M; configs/gpt-neox-1.2b.toml has GPT-NeoX's values.
-
-    All fields but vocab_size, which comes from the data, are options of train.py.
-    """
-
-    # fmt: off
-    vocab_size: int = 50257
-    num_layers: int = _shape(12, "number of transformer blocks", at_least=1, at_most=2**12)
-    num_heads: int = _shape(12, "number of attention heads", at_least=1, at_most=2**24)
-    num_kv_heads: int = _shape(0, "key and value heads, for grouped-query attention; 0 = num_heads", at_most=2**24)
-    embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
-    head_dim: int = _shape(0, "dimensions per head; 0 = embd_size / num_heads", at_most=2**24)
-    context_length: int = _shape(1024, "tokens per row", at_least=1, at_most=2**24)
-    intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or 8/3 with swiglu", at_most=2**24)
-    bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
-    norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, as in "
-                       "NanoChat", choices=tuple(NORMS))
-    norm_eps: float = _shape(1e-5, "epsilon of the norms", at_least=1e-20)
-    qk_norm: bool = _shape(False, "apply RMSNorm to queries and keys, as in Qwen 3")
-    activation: str = _shape("gelu_tanh", "gelu_tanh, as in GPT-2; gelu, as in GPT-NeoX; relu2, as in NanoChat; "
-                             "swiglu, as in Llama", choices=tuple(ACTIVATIONS))
-    rotary_pct: float = _shape(0.0, "part of a head with rotary positions; 0 = learned ones, as in GPT-2", at_most=1)
-    rotary_base: float = _shape(10000.0, "base of the rotary wavelengths", at_least=1, at_most=1e15)
-    parallel_residual: bool = _shape(False, "attention and MLP read the same input, as in GPT-NeoX")
-    tied_head: bool = _shape(True, "share the embedding table with the head, as in GPT-2")
-    logit_softcap: float = _shape(0.0, "cap logits smoothly at this value; 15 in NanoChat; 0 = off")
-    dropout: float = _shape(0.0, "dropout probability", at_most=0.99, on_resume="ask")
-    # fmt: on
-
-    def check_shape(self) -> None:
-        """Check the fields and whether they fit each other."""
-        check_options(self)
-        if not 1 <= self.vocab_size <= 2**24:
-            raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
-        if not self.head_dim and self.embd_size % self.num_heads:
-            raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
-        if self.num_heads % self.kv_heads:
-            raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
-        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
-            found = f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions per head"
-            raise OptionError("rotary_pct", found, "an even number of dimensions: they rotate in pairs")
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: matrix products are fastest at multiples of 64."""
-        return math.ceil(self.vocab_size / 64) * 64
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.embd_size // self.num_heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_size * self.rotary_pct)
-
-    @property
-    def mlp_size(self) -> int:
-        if ACTIVATIONS[self.activation].matrices > 1 and not self.intermediate_size:
-            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
-        return self.intermediate_size or 4 * self.embd_size
-
-    def parts(self, name: str) -> tuple[int, ...]:
-        """Return the rows of the matrices that a weight of a block stacks, by its name."""
-        if "c_attn" in name:
-            query_rows = self.head_size * self.num_heads
-            key_rows = self.head_size * self.kv_heads  # and as many of values
-            return (query_rows, key_rows, key_rows)
-        if "c_fc" in name:  # with SwiGLU, gate, then up
-            return (self.mlp_size,) * ACTIVATIONS[self.activation].matrices
-        return (self.embd_size,)
-
-
-@dataclass(frozen=True)
-class TrainConfig(GPTConfig):
+class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
     """A model's shape and how to train it. The defaults train GPT-2 124M on FineWeb-Edu 10B."""
 
     # fmt: off
-    init_from: str = _shape("scratch", "scratch, or weights: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face "
-                            "folder, a checkpoint or its folder",
-                            no_password=True)
+    total_batch_size: int = _steps(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40,
+                                   on_resume="ask")
+    micro_steps: int = _steps(0, "of a new run, micro-steps per step on each rank, in place of total_batch_size",
+                              on_resume="launch")
+    mini_batch_size: int = _steps(32, "micro-batch size: most rows per micro-step on each rank; auto: as many as fit",
+                                  spellings={"auto": "0"}, at_most=2**24)
+    num_epochs: int = _steps(5, "passes over the data")
+    steps_per_epoch: int = _steps(0, "steps per epoch; 0 = from the size of the data")
+    tokens_per_parameter: float = _steps(0.0, "length of the run, in place of max_steps; 20 is about compute-optimal")
+    max_bad_steps: int = _steps(5, "stop after this many consecutive NaN or infinite steps; 0 = off")
+    spike_z: float = _steps(6.0, "warn of a loss this many standard deviations above the mean; 0 = off")
+    skip_spikes: bool = _steps(False, "skip updates with a loss spike")
+    max_hours: float = _steps(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     config: str = _run("", "preset in configs/, or a TOML file of options", on_resume="launch")
+    init_from: str = _run("scratch", "scratch, or weights: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a Hugging Face "
+                          "folder, a checkpoint or its folder",
+                          no_password=True, on_resume="never")
     run_name: str = _run("", "name of the run, if not that of its folder", on_resume="launch")
     seed: int = _run(1337, "seed of weights, data order and dropout", at_most=2**63 - 1, on_resume="never")
     device: str = _run("auto", "auto (CUDA if available), cpu, cuda or mps")
@@ -142,34 +78,6 @@ class TrainConfig(GPTConfig):
     tokenizer: str = _data("auto", "tokenizer, where the data does not name one; auto: gpt2", on_resume="never")
     shuffle_shards: bool = _data(True, "shuffle the shards in each epoch", on_resume="never")
     shuffle_rows: bool = _data(True, "shuffle the rows of a shard, cut elsewhere in each epoch", on_resume="never")
-
-    total_batch_size: int = _recipe(524288, "tokens per step, over all ranks", at_least=1, at_most=2**40)
-    micro_steps: int = _optim(0, "of a new run, micro-steps per step on each rank, in place of total_batch_size",
-                              on_resume="launch")
-    mini_batch_size: int = _optim(32, "micro-batch size: most rows per micro-step on each rank; auto: as many as fit",
-                                  spellings={"auto": "0"}, at_most=2**24)
-    optimizer: str = _optim("adamw", "adamw, or muon for the matrices of the blocks",
-                            choices=tuple(OPTIMIZERS), on_resume="never")
-    max_lr: float = _recipe(1e-3, "peak learning rate, after the warm-up")
-    min_lr: float = _recipe(1e-4, "learning rate at the end of the decay")
-    schedule: str = _recipe("cosine", "after the warm-up: cosine, constant, or wsd: stable, then a cool-down",
-                            choices=tuple(SCHEDULES))
-    cooldown: float = _recipe(0.4, "fraction of the steps in wsd's cool-down", at_most=1)
-    warmup_steps: int = _recipe(-1, "steps of linear warm-up; -1 = 715, at most a tenth of the run", at_least=-1)
-    muon_lr: float = _recipe(0.01, "peak learning rate of Muon, on the same schedule", at_least=1e-20)
-    muon_beta2: float = _recipe(0.0, "beta2 of NorMuon; 0 = off", at_most=0.9999)
-    weight_decay: float = _recipe(0.1, "weight decay of matrices and embeddings")
-    adam_beta1: float = _recipe(0.9, "beta1 of AdamW", at_most=0.9999)
-    adam_beta2: float = _recipe(0.95, "beta2 of AdamW", at_most=0.999999)
-    grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
-    num_epochs: int = _optim(5, "passes over the data")
-    steps_per_epoch: int = _optim(0, "steps per epoch; 0 = from the size of the data")
-    tokens_per_parameter: float = _optim(0.0, "length of the run, in place of max_steps; 20 is about compute-optimal")
-    max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
-    max_bad_steps: int = _optim(5, "stop after this many consecutive NaN or infinite steps; 0 = off")
-    spike_z: float = _optim(6.0, "warn of a loss this many standard deviations above the mean; 0 = off")
-    skip_spikes: bool = _optim(False, "skip updates with a loss spike")
-    max_hours: float = _optim(0.0, "save and stop after this many hours of a launch; 0 = off")
 
     checkpoint_dir: str = _saves("checkpoints", "folder of the run: checkpoints, logs and curves", on_resume="launch")
     checkpoint_freq: int = _saves(250, "steps between rolling checkpoints; 0 = off")
@@ -205,8 +113,6 @@ class TrainConfig(GPTConfig):
                            choices=("ddp", "fsdp"))
     shard_size: int = _ranks(0, "with fsdp, ranks that share one full copy; 0 = all")
     timeout_minutes: float = _ranks(10.0, "end the run if a rank hangs this long", at_least=0.01, on_resume="launch")
-    activation_checkpointing: bool = _ranks(False, "recompute blocks in the backward pass: less memory, slower")
-    loss_chunk_size: int = _ranks(0, "tokens per chunk of logits, to save memory; 0 = all at once")
     # fmt: on
 
     def __post_init__(self):
@@ -256,6 +162,11 @@ class TrainConfig(GPTConfig):
         """Return name -> (folder, weight) of the training data: those of mix, or data_dir alone."""
         name = Path(self.data_dir).absolute().name or "data"
         return parse_folders("mix", self.mix) if self.mix else {name: (self.data_dir, Fraction(1))}
+
+    @property
+    def order(self) -> Order:
+        """What decides the order of the training rows."""
+        return Order(self.seed, self.shuffle_shards, self.shuffle_rows)
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
         """Return the configuration of a first launch, in which micro_steps, if any, set total_batch_size."""

@@ -26,7 +26,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.options import UserError
-from steadygpt.data.shards import Shard
+from steadygpt.data.shards import _mapped
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -101,7 +101,7 @@ def one_thread():
 def nothing_mapped():
     """Unmap the shards of a test: the process would keep their files open, as a run does until it ends."""
     yield
-    Shard._mapped.cache_clear()
+    _mapped.cache_clear()
 
 
 def pytest_configure(config) -> None:

@@ -28,16 +28,16 @@ from conftest import COUNTED, TINY, load
 from torch import nn
 
 import evaluation
-import hellaswag_eval
 import train
-from model import GPT
+from model import GPT, GPTConfig
 from steadygpt.base.durable import UncachedFile
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.files import FORMAT_VERSION, WITHOUT_RUN
 from steadygpt.checkpoint.writer import CheckpointWriter
-from steadygpt.config import STORED, GPTConfig, TrainConfig, parse_args
+from steadygpt.config import STORED, TrainConfig, parse_args
 from steadygpt.data import tokenizer as tokenizers
 from steadygpt.data.order import BLOCK_ROWS, Phase
+from steadygpt.inference import scoring
 from steadygpt.log.metrics import METRICS, read_records
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
@@ -144,7 +144,7 @@ _POINTS = [
     (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "write"),
-    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (hellaswag_eval, "score_batch"), (RunLog, "open"),
+    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (scoring, "score_batch"), (RunLog, "open"),
 ]  # fmt: skip
 
 
@@ -213,8 +213,8 @@ def before_validation_batch(do: Callable[[], object]) -> None:
 
 def before_task_batch(do: Callable[[], object]) -> None:
     """Call do() before each batch of questions of a task, such as HellaSwag."""
-    score_batch = hellaswag_eval.score_batch
-    hellaswag_eval.score_batch = lambda *args: (do(), score_batch(*args))[1]
+    score_batch = scoring.score_batch
+    scoring.score_batch = lambda *args: (do(), score_batch(*args))[1]
 
 
 def around_model(before: Callable[[], object] = bool, after: Callable[[Any], object] = bool) -> None:

@@ -20,7 +20,7 @@ import hellaswag_eval
 import prepare_dataset
 from model import GPT
 from optim import OPTIMIZERS
-from steadygpt.base.options import ELSEWHERE, UserError, options_of
+from steadygpt.base.options import OTHER_TRAINERS, UserError, options_of
 from steadygpt.config import FIELDS, FINEWEB_EDU_TOKENS, PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
 from steadygpt.start.memory import estimate_memory
@@ -112,7 +112,7 @@ def test_suggested_options_exist():
     of_commands = prepare_dataset.PrepareOptions, generate.GenerateOptions, hellaswag_eval.EvaluationOptions
     commands = {kind.__name__: kind for kind in (TrainConfig, *of_commands)}
     options = {command: {*options_of(kind)} for command, kind in commands.items()}
-    elsewhere = tomllib.loads(ELSEWHERE.read_text())
+    elsewhere = tomllib.loads(OTHER_TRAINERS.read_text())
     assert elsewhere.keys() == commands.keys()
     allowed = {*options["TrainConfig"], *options["PrepareOptions"], "nproc_per_node"}  # the last one is torchrun's
     for command, suggestions in elsewhere.items():

@@ -11,15 +11,14 @@ from ground import weights_content
 from test_model import SMALL, ids, small
 
 from convert_hf import write_folder
-from hellaswag_eval import Question, score
-from model import GPT, TABLES, GPTConfig, KVCache, sketch_of
+from model import ACTIVATIONS, GPT, TABLES, GPTConfig, KVCache, sketch_of
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.host_copy import fill
-from steadygpt.config import ACTIVATIONS, FIELDS, TrainConfig
+from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.convert.weights import load_model, read_weights
+from steadygpt.inference.scoring import Question, score
 from steadygpt.machine.device import evaluating
-from steadygpt.machine.parallel import shard
+from steadygpt.machine.parallel import fill, shard
 from steadygpt.machine.ranks import Ranks, joined
 
 ALONE = Ranks(torch.device("cpu"))

@@ -15,12 +15,13 @@ from ground import weights_content
 from test_files import damage
 from test_model import both_families, ids, small
 
-from generate import generate, main, prompt_ids, sample, sample_texts
+from generate import main
 from model import GPT, GPTConfig, KVCache
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.convert.weights import load_model
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
+from steadygpt.inference.sampling import generate, prompt_ids, sample, sample_texts
 from steadygpt.machine.device import evaluating
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def test_cache_has_the_dtype_of_autocast(norm, monkeypatch):
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
 def test_cache_does_not_change_generated_tokens(family, prompt_length, as_on_a_gpu, monkeypatch):
     if as_on_a_gpu:  # attention sees the whole cache, masked; test_on_device.py records a graph of it
-        monkeypatch.setattr("generate.can_record", lambda model: True)
+        monkeypatch.setattr("steadygpt.inference.sampling.can_record", lambda model: True)
     model, plain = small(**family), ids(3, prompt_length)
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
     cached = generate(model, plain, 16, 0.9, top_k=20, generator=random[0])

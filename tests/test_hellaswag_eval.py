@@ -16,18 +16,10 @@ from test_tokenizer_json import both_of_sentence_piece
 
 import hellaswag_eval
 from benchmarks.core_speed import write_bundle
-from hellaswag_eval import (
-    TOKENS_PER_BATCH,
-    Question,
-    Suite,
-    make_batches,
-    right_answers,
-    score,
-    tokenize,
-)
 from model import GPT, GPTConfig
 from steadygpt.data.tasks import Row, Task, load_core
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
+from steadygpt.inference.scoring import TOKENS_PER_BATCH, Question, Suite, make_batches, right_answers, score, tokenize
 from steadygpt.machine.ranks import Ranks, Stopped
 
 CPU = Ranks(torch.device("cpu"))

@@ -226,7 +226,7 @@ def test_without_gradients_vectors_stay_and_all_others_decay(name):
 def test_an_optimizer_without_a_parameter_or_with_one_twice_is_refused(monkeypatch, groups, wrong):
     """Its gradient would be counted in the norm that clips all others, and never be reset."""
 
-    def make(model, config, ranks):
+    def make(model, *_):
         roles = model.parameters_by_role()
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer.param_groups = [{"params": list(roles[role].values())} for role in groups]

@@ -28,8 +28,8 @@ from harness import Run, run_to_end
 from injected import do_in_step, signal_at
 
 import train
+from optim import learning_rate
 from steadygpt.config import TrainConfig
-from steadygpt.run.schedule import learning_rate
 from steadygpt.start import settle
 
 A = folders("a")

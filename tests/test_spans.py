@@ -26,7 +26,7 @@ from steadygpt.machine.ranks import Ranks, Requests, Stopped
 from steadygpt.mirror import uploads
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.monitor import snapshot
-from steadygpt.run.record import cost
+from steadygpt.run.step import cost
 
 CPU = Ranks(torch.device("cpu"))
 

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,11 +22,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from steadygpt import __version__
 from steadygpt.base.text import printable
-from steadygpt.version import version_text
 
 Options = TypeVar("Options")  # a dataclass
-ELSEWHERE = Path(__file__).with_name("elsewhere.toml")  # what other programs call our options
+OTHER_TRAINERS = Path(__file__).with_name("other_trainers.toml")  # what other programs call our options
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 SECRETS = re.compile(  # in URLs: a password, but not a port; a token in place of a user; a parameter
     r"(://)[^\s/:@']*:(?!\d*(?:/|$))[^\s@']*(?=@)|(https?://)[^\s/:@']+(?=@)"
@@ -207,7 +208,7 @@ def _parser(options: type, description: str) -> argparse.ArgumentParser:
 def _unknown_text(unknown: Sequence[str], options: type) -> str:
     """Return, for every unknown argument of a command line, what to type instead."""
     advice_of_flag: dict[str, str] = {}  # flag of another program -> advice
-    for advice, other_flags in tomllib.loads(ELSEWHERE.read_text()).get(options.__name__, {}).items():
+    for advice, other_flags in tomllib.loads(OTHER_TRAINERS.read_text()).get(options.__name__, {}).items():
         advice_of_flag |= dict.fromkeys(other_flags, advice)
     problems = []
     for before, argument in itertools.pairwise(["", *unknown]):
@@ -241,6 +242,22 @@ def _value(kind: type, spellings: Mapping[str, str], text: str) -> object:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected {expected}") from None
 
 
+@cache
+def git_commit() -> str:
+    """Return the commit of this checkout, with "+" if files have changed since; "" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def version_text() -> str:
+    """Return the version and, in a checkout, the beginning of its commit."""
+    commit = git_commit()
+    return __version__ + f", commit {commit[:12]}{commit[40:]}" * bool(commit)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # running a command
 
@@ -254,7 +271,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks
         setattr(sys, name, stream)
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see launch.py; here, where it is caught
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see preflight.py; here, where it is caught
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main() or 0
         sys.stdout.flush()  # here, because the pipe may be closed before the last lines

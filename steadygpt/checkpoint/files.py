@@ -28,12 +28,13 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from model import GPT
+from model import GPT, GPTConfig
+from optim import state_shapes
 from steadygpt.base.foreign import what_it_holds, what_it_is
 from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 from steadygpt.base.typed import Count, Id, Loss, Number, typed
-from steadygpt.config import FIELDS, STORED, GPTConfig, TrainConfig
+from steadygpt.config import FIELDS, STORED, TrainConfig
 from steadygpt.data.order import Phase
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
@@ -137,15 +138,12 @@ def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> i
     Args:
         page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
     """
-    total = 0
-    for role, parameters in model.parameters_by_role().items():
-        moments = 1 if optimizer == "muon" and role == "matrix" else 2
-        for parameter in parameters.values():
-            size = 4 * parameter.numel()
-            if page_locked:
-                size = 2 ** (size - 1).bit_length()
-            total += (1 + moments) * size
-    return total
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    shapes += state_shapes(model.config, optimizer).values()
+    sizes = [4 * math.prod(shape) for shape in shapes]
+    if page_locked:
+        sizes = [2 ** (size - 1).bit_length() for size in sizes]
+    return sum(sizes)
 
 
 def check_numbers(checkpoint: Mapping[str, Any]) -> None:

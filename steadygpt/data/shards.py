@@ -5,12 +5,12 @@ import os
 import re
 import resource
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import IO, Annotated, NamedTuple, TypedDict
 
@@ -48,7 +48,10 @@ def most_open_files() -> int:
     return most
 
 
-MAPPED = most_open_files() // 2  # shards mapped at the same time at most; each keeps a file open
+@cache  # when a shard is mapped, because importing this changes nothing
+def most_mapped() -> int:
+    """Return how many shards are mapped at once at most; each keeps a file open."""
+    return most_open_files() // 2
 
 
 class ShardEntry(TypedDict):
@@ -86,10 +89,9 @@ class Shard:
 
     def tokens(self) -> np.ndarray:
         """Map the ids into memory, (num_tokens,)."""
-        return self._mapped()[0]
+        return _mapped()(self)[0]
 
-    @lru_cache(MAPPED)  # noqa: B019 (shards live as long as the run)
-    def _mapped(self) -> tuple[np.ndarray, os.stat_result]:
+    def map(self) -> tuple[np.ndarray, os.stat_result]:
         """Map the ids into memory, and return them with the state of their file."""
         with self.path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -104,7 +106,7 @@ class Shard:
 
         Reading past its end would kill the process (SIGBUS), and other tokens would be no error at all.
         """
-        _, mapped = self._mapped()
+        _, mapped = _mapped()(self)
         with suppress(OSError):  # a file that was deleted or replaced stays unchanged where it is mapped
             now = self.path.stat()
             if now.st_ino == mapped.st_ino and (now.st_size, now.st_mtime_ns) != (mapped.st_size, mapped.st_mtime_ns):
@@ -115,6 +117,12 @@ class Shard:
                     f"{self.path}: changed while the run reads it; {change}. Restore the file, then resume with "
                     "--resume latest"
                 )
+
+
+@cache
+def _mapped() -> Callable[[Shard], tuple[np.ndarray, os.stat_result]]:
+    """Return Shard.map() with a cache of the last most_mapped() shards."""
+    return lru_cache(most_mapped())(Shard.map)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -1,4 +1,4 @@
-"""The files in which a run describes itself to other programs: metrics.jsonl and status.json.
+"""The files in which a run describes itself to other programs: metrics.jsonl, status.json and run.json.
 
 Each launch of a run appends a segment to metrics.jsonl: a LaunchLine, then a record of numbers for each measurement.
 A run that resumes at step s measures the steps from s on again. So from s on, its records replace those of the launches
@@ -8,9 +8,11 @@ before.
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -18,7 +20,9 @@ from msgspec import Meta
 
 from steadygpt.base.durable import fsync, replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.typed import Count, Number, parse_json, read_json
+from steadygpt.base.text import printable
+from steadygpt.base.typed import Count, Id, Number, parse_json, read_json
+from steadygpt.config import MAX_NAME, TrainConfig
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LOGS = (LOG, METRICS)  # which a run only appends to
@@ -146,3 +150,62 @@ def read_status(folder: Path) -> Status:
     with suppress(OSError, UserError):
         return read_json(folder / STATUS, Status, "")
     return {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run.json: the identity of a run. A copy of its folder that stands beside the original is another run
+
+RUN = "run.json"
+
+
+class RunFile(TypedDict):
+    """The content of run.json."""
+
+    id: Id
+    name: str
+    folder: str  # its real path at the last launch
+    mirror: str  # of the last launch, "" if it had none; only a note says it, because a file decides no place
+    wandb: bool  # whether the last launch used Weights & Biases, for the same note
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run, by default a new one."""
+
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    name: str = ""  # "": that of the folder
+    mirror: str = ""
+    wandb: bool = False
+    copied_from: str = ""  # the folder that this one is a copy of; "" if it is no copy
+
+
+def read_run(folder: Path) -> Identity:
+    """Return the run in a folder: a new one if the folder has no run.json, or is a copy of another existing folder."""
+    try:
+        record = read_json(folder / RUN, RunFile, "remove it; the run then gets a new id")
+    except FileNotFoundError:
+        return Identity()
+    original = Path(record["folder"])
+    if os.path.realpath(folder) != record["folder"] and _id_in(original) == record["id"]:
+        return Identity(copied_from=printable(record["folder"])[:1000])
+    return Identity(record["id"], printable(record["name"])[:MAX_NAME], record["mirror"], record["wandb"])
+
+
+def _id_in(folder: Path) -> str:
+    """Return the id of the run in a folder; "" if there is none, or it cannot be read."""
+    try:
+        return read_json(folder / RUN, RunFile, "")["id"]
+    except (OSError, UserError, ValueError):
+        return ""
+
+
+def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
+    """Write run.json."""
+    record = {
+        "id": run_id,
+        "name": config.run_name,
+        "folder": os.path.realpath(folder),
+        "mirror": config.mirror,
+        "wandb": config.use_wandb,
+    }
+    replace_file(folder / RUN, lambda file: file.write(f"{json.dumps(record, indent=2)}\n".encode()))

@@ -9,7 +9,7 @@ from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
 from steadygpt.checkpoint.files import LATEST, NAMED, Found, Unreadable, checkpoint_files
-from steadygpt.checkpoint.identity import RUN, Identity
+from steadygpt.log.metrics import RUN, Identity
 from steadygpt.mirror.store import FILES, Damaged, Mirror
 
 

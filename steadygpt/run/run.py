@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from dataloader import BatchLoader, Mixture, Rows, RowStream
-from hellaswag_eval import Suite
 from model import GPT
 from steadygpt.checkpoint.files import Scores, TrainState
-from steadygpt.checkpoint.host_copy import HostCopy
 from steadygpt.checkpoint.writer import CheckpointWriter
 from steadygpt.config import TrainConfig
 from steadygpt.data.tokenizer import Tokenizer
+from steadygpt.inference.scoring import Suite
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import autocast
+from steadygpt.machine.parallel import HostCopy
 from steadygpt.machine.ranks import Ranks, Requests
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.run.repeats import Repeats

@@ -1,45 +1,15 @@
-"""What follows from the options and the step: learning rate, length of the run, names of saves."""
+"""What follows from the options and the step: length of the run, names of saves."""
 
 import math
 from dataclasses import replace
 
-import torch
-
 from model import sketch_of
+from optim import cooldown_start
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
-from steadygpt.choices import SCHEDULES
 from steadygpt.config import TrainConfig
 
 WARMUP_STEPS = 715  # of --warmup_steps -1, in a run that is long enough (Brown et al. 2020: 375 M tokens)
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of a step. It rises linearly to max_lr, then falls to min_lr as --schedule says."""
-    if step < config.warmup_steps:
-        return config.max_lr * (step + 1) / config.warmup_steps
-    start = decay_start(config)
-    progress = min(1.0, max(0, step - start) / max(1, config.max_steps - start))
-    left = SCHEDULES[config.schedule].left(progress)
-    return config.min_lr + left * (config.max_lr - config.min_lr)
-
-
-def decay_start(config: TrainConfig) -> int:
-    """Return the step from which the learning rate falls."""
-    decay = SCHEDULES[config.schedule]
-    share = config.cooldown if decay.cools_down else decay.part  # of the steps
-    return max(config.warmup_steps, config.max_steps - round(share * config.max_steps))
-
-
-def set_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> float:
-    """Set what the schedule decides for each group of parameters in a step, and return the learning rate.
-
-    Other values of a group, such as "weight_decay" or Muon's "momentum", may follow the step here too.
-    """
-    lr = learning_rate(config, step)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_ratio"]
-    return lr
 
 
 def epochs(rows: int, rows_per_epoch: int) -> float:
@@ -56,7 +26,7 @@ def names_of_save(config: TrainConfig, rows_per_epoch: int, step: int, rows: int
     epoch = int(epochs(rows, rows_per_epoch))
     if step and epoch > int(epochs(rows - config.rows_per_step, rows_per_epoch)):
         names.append(EPOCH.format(epoch))
-    if SCHEDULES[config.schedule].cools_down and step == decay_start(config):
+    if step == cooldown_start(config) < config.max_steps:
         names.append(STABLE)
     return names
 
@@ -87,8 +57,8 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -
         message = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
         raise UserError(f"{message}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
-    if config.resume == "stable" and SCHEDULES[config.schedule].cools_down and config.cooldown < 1:
-        start = decay_start(config)
+    if config.resume == "stable" and config.cooldown < 1:
+        start = cooldown_start(config)
         if step > start:
             enough = math.ceil(step / (1 - config.cooldown))
             raise UserError(

@@ -7,8 +7,8 @@ from steadygpt.base.text import bytes_text, counted, duration_text, labelled, ru
 from steadygpt.checkpoint.files import BEST, LATEST
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
-from steadygpt.run.record import cost, mfu
 from steadygpt.run.run import Run
+from steadygpt.run.step import cost, mfu
 
 
 def summarize(run: Run, status: str, reason: str) -> list[str]:

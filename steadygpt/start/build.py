@@ -11,28 +11,27 @@ from torch import nn
 
 from dataloader import Mixture
 from evaluation import validation_rows
-from hellaswag_eval import hellaswag_of_run
 from model import GPT, sketch_of
 from optim import make_optimizer, state_shapes
-from steadygpt.base.options import RankError
+from steadygpt.base.options import RankError, git_commit
 from steadygpt.checkpoint.files import FORMAT_VERSION, LATEST, DataRecord, TrainState, check_tensors
-from steadygpt.checkpoint.host_copy import HostCopy, fill, restore_optimizer
 from steadygpt.config import FIELDS, STORED, TrainConfig
 from steadygpt.convert.weights import check_fits, load_cropped
 from steadygpt.data.tokenizer import load_tokenizer, tokenizer_on_all
+from steadygpt.inference.scoring import hellaswag_of_run
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, be_deterministic, device_name, is_out_of_memory
 from steadygpt.machine.host import check_compiler
+from steadygpt.machine.parallel import HostCopy, fill, restore_optimizer
 from steadygpt.machine.ranks import Ranks, Requests
 from steadygpt.run.run import Run
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
 from steadygpt.start.settle import rows_per_epoch
-from steadygpt.version import git_commit
 
 # Options of these groups determine a step, except for the time limit and for what a launch records in another form.
-STEP_GROUPS = ("run", "model", "data", "optimization", "distributed")
+STEP_GROUPS = ("model", "memory", "optimization", "steps", "run", "data", "distributed")
 NOT_OF_A_STEP = ("max_hours", "device", "data_dir", "mix", "val", "tokenizer")
 
 
@@ -92,7 +91,7 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
         hellaswag = hellaswag_of_run(config, tokenizer, ranks, log.warn)
 
     model = build_model(config, ranks)
-    optimizer = make_optimizer(model, config, ranks)
+    optimizer = make_optimizer(model, config, ranks, config.precision)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = restore(start, config, model, optimizer, scaler, data, ranks)
     forward: nn.Module = model

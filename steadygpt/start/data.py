@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dataloader import Order, RowStream
+from dataloader import RowStream
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS, Phase, shares_of
@@ -91,7 +91,7 @@ def find_data(start: Start) -> Data:
     train_sets = [ShardSet.find(name, folder, "train") for name, (folder, _) in places.items()]
     val_sets = find_val_sets(config, train_sets) if config.eval_freq else []
     record, vocab_size = tokenizer_of([*train_sets, *val_sets], config.tokenizer, known)
-    order = Order.of(config)
+    order = config.order
     sources = []
     for shards in train_sets:
         shards = shards.for_vocab(vocab_size)

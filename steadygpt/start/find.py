@@ -10,9 +10,9 @@ from typing import Any, cast
 from steadygpt.base.options import UserError
 from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
-from steadygpt.checkpoint.identity import Identity, read_run
 from steadygpt.config import EXCLUSIVE, FIELDS, STORED, TrainConfig
 from steadygpt.convert.weights import read_weights
+from steadygpt.log.metrics import Identity, read_run
 from steadygpt.machine.ranks import Ranks
 from steadygpt.mirror.restore import find_newest
 

@@ -21,9 +21,8 @@ from steadygpt.checkpoint.files import (
     read_checkpoint,
     read_head,
 )
-from steadygpt.checkpoint.identity import write_run
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
-from steadygpt.log.metrics import METRICS
+from steadygpt.log.metrics import METRICS, write_run
 from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.mirror.restore import restore_logs
 from steadygpt.mirror.store import Index, Mirror

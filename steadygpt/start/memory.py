@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import GPT, sketch_of
+from model import GPT, GPTConfig, sketch_of
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, counted, labelled
 from steadygpt.checkpoint.files import checkpoint_bytes
-from steadygpt.config import GPTConfig, TrainConfig
+from steadygpt.config import TrainConfig
 from steadygpt.machine.device import autocast, device_name, memory_bytes
 from steadygpt.machine.loss import mean_terms
 from steadygpt.machine.ranks import Ranks

@@ -5,6 +5,7 @@ import platform
 import torch
 
 from model import GPT, sketch_of
+from steadygpt.base.options import version_text
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
 from steadygpt.checkpoint.files import LATEST, checkpoint_bytes
 from steadygpt.config import TrainConfig
@@ -16,7 +17,6 @@ from steadygpt.machine.ranks import Ranks
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
 from steadygpt.start.settle import rows_per_epoch
-from steadygpt.version import version_text
 
 SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
 ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+from optim import cooldown_start, learning_rate
 from steadygpt.base.text import counted, labelled
 from steadygpt.checkpoint.files import STABLE
-from steadygpt.choices import SCHEDULES
 from steadygpt.config import FINEWEB_EDU_TOKENS, TrainConfig
 from steadygpt.machine.device import choose_precision, memory_bytes
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run.schedule import decay_start, learning_rate, with_steps
+from steadygpt.run.schedule import with_steps
 from steadygpt.start.data import Data, mixture_text
 from steadygpt.start.find import Start
 
@@ -100,9 +100,8 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
     """Return lines for the plan: where the cool-down begins, and how a resume changes the learning rate."""
     notes = []
     step = start.state.step
-    cools_down = SCHEDULES[config.schedule].cools_down
-    if cools_down and decay_start(config) > step:
-        text = f"starts at step {decay_start(config):,}; {STABLE} is saved just before"
+    if step < cooldown_start(config) < config.max_steps:
+        text = f"starts at step {cooldown_start(config):,}; {STABLE} is saved just before"
         notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
     if start.checkpoint and step >= max(1, config.warmup_steps):
         stored = replace(TrainConfig(**start.checkpoint["options"]), vocab_size=config.vocab_size)
@@ -111,7 +110,7 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
         now = learning_rate(config, step)
         if now > 1.1 * before:
             advice = ""
-            if SCHEDULES[planned.schedule].cools_down:
+            if cooldown_start(planned) < planned.max_steps:
                 advice = "; --resume stable continues from before the decay"
             notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
         elif now < 0.9 * before:

@@ -13,8 +13,7 @@ import prepare_dataset
 import train
 from steadygpt import __version__
 from steadygpt.base import options
-from steadygpt.base.options import RankError, UserError, option, parse_options, run_cli
-from steadygpt.version import git_commit
+from steadygpt.base.options import RankError, UserError, git_commit, option, parse_options, run_cli
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The table of a checkpoint folder, from the heads of its files or verified; averages of checkpoints."""
+"""The table of a checkpoint folder, from the heads of its files or verified."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ from injected import fail_reads
 from model import GPT, GPTConfig
 from optim import state_shapes
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint import files, table
+from steadygpt.checkpoint import files
 from steadygpt.checkpoint.files import (
     ROLLING,
     OtherVersion,
@@ -38,7 +38,8 @@ from steadygpt.checkpoint.files import (
     check_tensors,
     find_checkpoint,
 )
-from steadygpt.checkpoint.table import checkpoint_table, print_checkpoints
+from steadygpt.monitor import table
+from steadygpt.monitor.table import checkpoint_table, print_checkpoints
 
 
 def damage(path, how: str) -> None:

@@ -4,7 +4,7 @@ import torch
 
 from model import GPT, GPTConfig
 from steadygpt.checkpoint.files import named_tensors
-from steadygpt.checkpoint.host_copy import HostCopy
+from steadygpt.machine.parallel import HostCopy
 from steadygpt.machine.ranks import Ranks
 
 

@@ -14,8 +14,7 @@ from ground import acting_here, alter, in_place_of_training, launches, metrics, 
 from stories import tell
 
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.identity import read_run
-from steadygpt.log.metrics import read_status
+from steadygpt.log.metrics import read_run, read_status
 from steadygpt.mirror.store import Mirror
 
 

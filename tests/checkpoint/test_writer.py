@@ -34,9 +34,9 @@ from test_files import damage, names
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint import writer as writers
 from steadygpt.checkpoint.files import BEST, ROLLING, TrainState
-from steadygpt.checkpoint.table import checkpoint_table
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks, Requests, Stopped, joined
+from steadygpt.monitor.table import checkpoint_table
 from steadygpt.run import saving
 from steadygpt.run.run import Meter
 from steadygpt.start.folder import best_in_folder

@@ -23,7 +23,7 @@ from conftest import TINY, command, environment, folders, fork, load, need_gpus,
 from ground import assert_same_state, metrics
 
 from steadygpt.base.options import run_cli
-from steadygpt.checkpoint.identity import RUN
+from steadygpt.log.metrics import RUN
 
 TIMEOUT_S = 240  # generous: a loaded machine must not fail a test
 PORT_NUMBERS = itertools.count(100 * os.getpid())  # parallel test sessions start at different ports

@@ -339,10 +339,10 @@ def test_a_best_model_that_only_the_mirror_has_stays_the_best(workdir, url):
 
 
 def test_a_suspended_process_does_not_count_as_training(workdir, monkeypatch, capsys):
-    from steadygpt.run import record
+    from steadygpt.run import step as steps
 
     now_s = [0.0]
-    monkeypatch.setattr(record.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now_s[0])
 
     def pass_time(step: int, *_) -> None:
         now_s[0] += 3600 if step == 5 else 1

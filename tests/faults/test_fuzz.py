@@ -31,21 +31,20 @@ from optim import state_shapes
 from steadygpt.base.options import OF_PATHS, UserError
 from steadygpt.base.text import printable
 from steadygpt.checkpoint.files import as_checkpoint, check_tensors, named_tensors
-from steadygpt.checkpoint.identity import read_run
-from steadygpt.checkpoint.table import checkpoint_table, details, mirror_table
 from steadygpt.config import TrainConfig, parse_args
 from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.data.shards import ShardSet, open_shard
 from steadygpt.data.tasks import load_core, load_hellaswag
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer, record_named
 from steadygpt.data.tokenizer_json import to_json
-from steadygpt.log.metrics import read_records, read_status
+from steadygpt.log.metrics import read_records, read_run, read_status
 from steadygpt.mirror.store import Mirror
 from steadygpt.monitor.snapshot import watch
+from steadygpt.monitor.table import checkpoint_table, details, mirror_table
 from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
-from steadygpt.run.judge import judge
 from steadygpt.run.repeats import Repeats
+from steadygpt.run.step import judge
 from steadygpt.start.find import resumed
 
 TASK = f"bundle/eval_data/{next(iter(TASKS.values()))[0]}/{next(iter(TASKS))}.jsonl"  # of CORE

@@ -21,7 +21,7 @@ from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
 from steadygpt.log import alerts
 from steadygpt.log.alerts import Alerts
-from steadygpt.run import judge, record
+from steadygpt.run import step as steps
 
 SECRET = "/services/T0/B0/secret"
 
@@ -236,8 +236,7 @@ def losses_that_are_logged_wrongly(monkeypatch) -> None:
 
 
 def short_windows(monkeypatch) -> None:
-    for module in (judge, record):
-        monkeypatch.setattr(module, "SPIKE_WINDOW", 4)
+    monkeypatch.setattr(steps, "SPIKE_WINDOW", 4)
 
 
 # event -> flags of the run; faults in it; a change before it; whether another run of 8 steps precedes it

@@ -28,9 +28,9 @@ from steadygpt.log import metrics, runlog
 from steadygpt.log.metrics import read_records, read_status
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import record
-from steadygpt.run.judge import StepResult
+from steadygpt.run import step as steps
 from steadygpt.run.run import Meter
+from steadygpt.run.step import StepResult
 
 
 def config(tmp_path, **options) -> TrainConfig:
@@ -177,7 +177,7 @@ def log(tmp_path):
 def finish_step(log, monkeypatch):
     """Return a function that logs a step that took some seconds."""
     clock = SimpleNamespace(now_s=0.0, perf_counter=lambda: clock.now_s)
-    monkeypatch.setattr(record, "time", clock)
+    monkeypatch.setattr(steps, "time", clock)
     monkeypatch.setattr(TrainState, "total_s", lambda _: 1800.0)
     run = SimpleNamespace(
         config=log.config, ranks=log.ranks, state=TrainState(), log=log, meter=Meter(step_start_s=0.0), repeats=None,
@@ -188,7 +188,7 @@ def finish_step(log, monkeypatch):
         clock.now_s += seconds
         numbers = {"lr": 1e-3, "loss": 2.5, "grad_norm": 0.5, "loss_z": math.nan}
         result = StepResult(step, **numbers, finite=True, spike=False, bad=False, updated=True)
-        record.log_step(run, result)
+        steps.log_step(run, result)
 
     return finish
 

@@ -12,11 +12,11 @@ import torch
 from conftest import REPO
 from torch.nn.attention import SDPBackend
 
-from generate import generate
-from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError, UserError
 from steadygpt.config import TrainConfig
+from steadygpt.inference.sampling import generate
+from steadygpt.inference.scoring import Question, score
 from steadygpt.machine import device, host
 from steadygpt.machine.attention import kernel_name
 from steadygpt.machine.device import autocast, choose_precision, evaluating, memory_bytes

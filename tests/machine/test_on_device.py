@@ -15,11 +15,11 @@ from conftest import DEVICE, FSDP, folders, in_ranks
 from ground import metrics, options_in
 from harness import Run, run_to_end
 
-import hellaswag_eval as scores
-from generate import generate
 from model import GPT, GPTConfig, KVCache
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
+from steadygpt.inference import scoring as scores
+from steadygpt.inference.sampling import generate
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast
 from steadygpt.machine.ranks import Ranks

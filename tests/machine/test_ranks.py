@@ -15,13 +15,12 @@ import torch.distributed as dist
 from conftest import FSDP, in_ranks, write_data
 from ground import batches_of, built, model_of, take_step
 
-from hellaswag_eval import Question, score
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError
-from steadygpt.checkpoint.host_copy import HostCopy, fill
 from steadygpt.config import TrainConfig
+from steadygpt.inference.scoring import Question, score
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.parallel import settle_buckets, shard
+from steadygpt.machine.parallel import HostCopy, fill, settle_buckets, shard
 from steadygpt.machine.ranks import Ranks, Requests, Stopped, joined, launched_as
 from steadygpt.run.saving import agree, save
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steadygpt.config import TrainConfig
-from steadygpt.run.judge import SPIKE_WINDOW, Diverged, StepResult, judge
+from steadygpt.run.step import SPIKE_WINDOW, Diverged, StepResult, judge
 
 
 def judged(loss: float, recent_losses: list[float], loss_scale: float | None = None, **config) -> StepResult:

@@ -13,16 +13,15 @@ from model import GPT
 from steadygpt.checkpoint.files import TrainState
 from steadygpt.config import TrainConfig
 from steadygpt.machine.ranks import Ranks
-from steadygpt.run import record
-from steadygpt.run.judge import Diverged, StepResult, judge
-from steadygpt.run.record import count_step, log_step, restart_clock
+from steadygpt.run import step as steps
 from steadygpt.run.run import Meter
+from steadygpt.run.step import Diverged, StepResult, count_step, judge, log_step, restart_clock
 
 CPU = Ranks(torch.device("cpu"))
 
 
 def run_of(config: TrainConfig, state: TrainState, log: object = None) -> SimpleNamespace:
-    """Return what the functions of steadygpt/run/record.py use of a run."""
+    """Return what the functions of steadygpt/run/step.py use of a run."""
     with torch.device("meta"):
         model = GPT(config.shape(257), config, initialize=False)
     return SimpleNamespace(
@@ -71,7 +70,7 @@ def times_left(monkeypatch, seconds: list[float]) -> dict[int, float]:
     left = dict[int, float]()
     log = SimpleNamespace(step=lambda step, numbers, metrics, left_s, *_, **facts: left.update({step: left_s}))
     now_s = 0.0
-    monkeypatch.setattr("steadygpt.run.record.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("steadygpt.run.step.time.perf_counter", lambda: now_s)
     run = run_of(TrainConfig(context_length=16, total_batch_size=64, max_steps=1000), TrainState(), log)
     run.meter.step_start_s = 0.0
     for step, step_s in enumerate(seconds):
@@ -113,9 +112,9 @@ def test_speed_cost_and_mfu_are_those_of_all_ranks(monkeypatch, processes):
     config = TrainConfig(context_length=16, total_batch_size=1024, max_steps=9, gpu_hour_cost=3.0)
     run = run_of(config, TrainState(elapsed_s=7200.0), log)
     run.ranks = Ranks(torch.device("cpu"), world_size=processes)
-    monkeypatch.setattr(record, "PEAK_FLOPS", {"a device": 1e12})
-    monkeypatch.setattr(record, "device_name", lambda device: "a device")
-    monkeypatch.setattr(record.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(steps, "PEAK_FLOPS", {"a device": 1e12})
+    monkeypatch.setattr(steps, "device_name", lambda device: "a device")
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now_s)
     monkeypatch.setattr("steadygpt.checkpoint.files.process_age_s", lambda: 0.0)
     run.meter.step_start_s = 0.0
     now_s = 0.25

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import train
 from model import GPT
-from steadygpt.choices import SCHEDULES
+from optim import SCHEDULES, learning_rate
 from steadygpt.config import TrainConfig
-from steadygpt.run.schedule import learning_rate, names_of_save, with_steps
+from steadygpt.run.schedule import names_of_save, with_steps
 from steadygpt.start.settle import notes_of_rates
 
 FOUR_ROWS = TrainConfig(context_length=16, total_batch_size=64, max_steps=9, warmup_steps=0, checkpoint_freq=4)

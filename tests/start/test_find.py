@@ -26,7 +26,7 @@ def test_changed_options_are_reported():
     flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
     config, changes = resumed(before, *parse_args(flags))
     assert (config.dropout, config.mini_batch_size, config.data_dir, config.embd_size) == (0.2, 4, "new", 96)
-    assert changes == ["dropout: 0.1 -> 0.2", "data_dir: 'old' -> 'new'", "mini_batch_size: 8 -> 4"]
+    assert changes == ["dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4", "data_dir: 'old' -> 'new'"]
 
 
 def other_value(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Tests of steadygpt/launch.py: Ctrl-C while Python imports, missing packages, idle threads."""
+"""Tests of steadygpt/preflight.py: Ctrl-C while Python imports, missing packages, idle threads."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def test_each_command_imports_it_before_all_others():
     for name in COMMANDS:
         text = (REPO / name).read_text()
         imported = re.findall(r"^(?:import|from) ([\w.]+)", text, re.MULTILINE)
-        [first] = [i for i, module in enumerate(imported) if module == "steadygpt.launch"]
+        [first] = [i for i, module in enumerate(imported) if module == "steadygpt.preflight"]
         assert {module.partition(".")[0] for module in imported[:first]} <= sys.stdlib_module_names, name
 
 
@@ -65,14 +65,14 @@ def test_a_python_without_the_packages_is_named_in_one_line(command):
     ("train.py", None, "10000 SIG_DFL"),
     ("scripts/upload_manager.py", None, "10000 SIG_DFL"),
     ("train.py", "ACTIVE", "None SIG_DFL"),
-    ("tests/test_launch.py", None, "None default_int_handler"),
+    ("tests/test_preflight.py", None, "None default_int_handler"),
     ("/notebook.py", None, "None default_int_handler"),
 ])  # fmt: skip
 def test_only_a_command_is_launched(program, given, expected):
     code = f"""
 import os, signal, sys
 sys.modules["__main__"].__file__ = "{program}"
-import steadygpt.launch
+import steadygpt.preflight
 handler = signal.getsignal(signal.SIGINT)
 print(os.environ.get("GOMP_SPINCOUNT"), getattr(handler, "name", None) or handler.__name__)
 """

@@ -1,0 +1,1 @@
+"""A trained model in use: sampling of text, scores on tasks."""
