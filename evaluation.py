@@ -17,6 +17,7 @@ from steadygpt.config import TrainConfig
 from steadygpt.inference.sampling import prompt_ids, sample_texts
 from steadygpt.machine.device import evaluating
 from steadygpt.run.run import Run
+from steadygpt.run.saving import is_best
 from steadygpt.run.summary import validation_text
 
 SAMPLE_TOKENS = 100
@@ -46,7 +47,7 @@ def evaluate(run: Run, everything: bool) -> bool:
         validate_all(run)
     if due(config.hellaswag_freq) and run.hellaswag:
         with run.autocast():
-            scores, text = run.hellaswag.scored(run.model, run.ranks, partial(run.requests.check, now=True))
+            scores, text = run.hellaswag.scored(run.model, run.ranks, partial(run.requests.agree, now=True))
         run.log.evaluation(step, text, **scores)
         add_scores(run, scores)
     if due(config.sample_freq) and run.tokenizer:
@@ -70,19 +71,17 @@ def validate_all(run: Run) -> None:
                 scores[f"{key}/{name}"] = score
     add_scores(run, scores)
     state.validated_on = run.validated_on
-    # Rank 0 knows which losses are durable.
-    is_best = run.writer is not None and run.writer.is_best(state.scores["val_loss"], run.validated_on)
-    run.is_best = run.ranks.broadcast(is_best)
+    best = is_best(run)
     epochs = run.epochs_of_sources()
     epoch_scores = {f"epoch/{name}": epoch for name, epoch in epochs.items()}
-    run.log.evaluation(state.step, validation_text(sets, run.is_best, epochs), **scores, **epoch_scores)
-    if run.is_best:
+    run.log.evaluation(state.step, validation_text(sets, best, epochs), **scores, **epoch_scores)
+    if best:
         run.log.note(best_val_loss=scores["val_loss"])
     run.log.histograms(state.step, run.model)
 
 
 def add_scores(run: Run, scores: Mapping[str, float]) -> None:
-    """Add scores to those of the current weights."""
+    """Record scores for the current weights."""
     finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
     run.state.scores |= finite
     run.last_scores = dict(run.state.scores)
@@ -108,7 +107,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
     batches = run.batches(EvenlySpaced(val, rows), one_step)
     with closing(batches), evaluating(run.forward), run.autocast():
         for first in range(ranks.rank * rows_per_rank, (ranks.rank + 1) * rows_per_rank, B):
-            run.requests.check(now=True)
+            run.requests.agree(now=True)
             inputs, targets = batches.next()
             loss_terms = run.forward(inputs, targets)
             sizes = bytes_of_token[targets]  # (B, T)

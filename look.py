@@ -164,7 +164,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
     config = TrainConfig(**checkpoint["options"], vocab_size=checkpoint["model_config"]["vocab_size"])
     data = checkpoint["data"]
     order = config.order
-    streams = {}  # identity of a source -> its rows
+    streams = {}  # digest of a source -> its rows
     files: dict[Shard, str] = {}
     for name, (folder, expected) in data["sources"].items():
         if not Path(folder).is_dir():
@@ -173,7 +173,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
                 "training did, or put a link to their new place there"
             )
         shards = ShardSet.find(name, folder, "train").for_vocab(checkpoint["model_config"]["vocab_size"])
-        found = shards.identity()
+        found = shards.digest()
         if found != expected:
             raise UserError(
                 f"{folder}: not the shards that step {step:,} trained on; found SHA-256 {found[:12]}..., expected "

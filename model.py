@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -116,11 +116,24 @@ class GPTConfig:
             raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
         if not self.head_dim and self.embd_size % self.num_heads:
             raise OptionError("num_heads", self.num_heads, f"a divisor of embd_size, {self.embd_size}")
-        if self.num_heads % self.kv_heads:
+        shape = self.resolved()
+        if shape.num_heads % shape.num_kv_heads:
             raise OptionError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
-        if self.rotary_pct and (self.rotary_dim % 2 or not self.rotary_dim):
-            found = f"{self.rotary_pct}, {self.rotary_dim} of {self.head_size} dimensions per head"
+        if self.rotary_pct and (shape.rotary_dim % 2 or not shape.rotary_dim):
+            found = f"{self.rotary_pct}, {shape.rotary_dim} of {shape.head_dim} dimensions per head"
             raise OptionError("rotary_pct", found, "an even number of dimensions: they rotate in pairs")
+
+    def resolved(self) -> "GPTConfig":
+        """Return this shape with a number in place of each 0 that stands for a derived one."""
+        intermediate_size = 4 * self.embd_size
+        if ACTIVATIONS[self.activation].matrices > 1:
+            intermediate_size = math.ceil(self.embd_size / 3) * 8  # a multiple of 8
+        return replace(
+            self,
+            head_dim=self.head_dim or self.embd_size // self.num_heads,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            intermediate_size=self.intermediate_size or intermediate_size,
+        )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -128,31 +141,19 @@ class GPTConfig:
         return math.ceil(self.vocab_size / 64) * 64
 
     @property
-    def head_size(self) -> int:
-        return self.head_dim or self.embd_size // self.num_heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
     def rotary_dim(self) -> int:
-        return int(self.head_size * self.rotary_pct)
-
-    @property
-    def mlp_size(self) -> int:
-        if ACTIVATIONS[self.activation].matrices > 1 and not self.intermediate_size:
-            return math.ceil(self.embd_size / 3) * 8  # a multiple of 8
-        return self.intermediate_size or 4 * self.embd_size
+        """Dimensions of a head that rotate."""
+        return int(self.resolved().head_dim * self.rotary_pct)
 
     def parts(self, name: str) -> tuple[int, ...]:
         """Return the rows of the matrices that a weight of a block stacks, by its name."""
+        shape = self.resolved()
         if "c_attn" in name:
-            query_rows = self.head_size * self.num_heads
-            key_rows = self.head_size * self.kv_heads  # and as many of values
+            query_rows = shape.head_dim * shape.num_heads
+            key_rows = shape.head_dim * shape.num_kv_heads  # and as many of values
             return (query_rows, key_rows, key_rows)
         if "c_fc" in name:  # with SwiGLU, gate, then up
-            return (self.mlp_size,) * ACTIVATIONS[self.activation].matrices
+            return (shape.intermediate_size,) * ACTIVATIONS[self.activation].matrices
         return (self.embd_size,)
 
 
@@ -171,7 +172,7 @@ class GPTOptions:
 
 
 class KVCache:
-    """Keys and values of the tokens a batch has seen: for each layer both, (B, kv_heads, max_length, head_size)."""
+    """Keys and values of the tokens a batch has seen: for each layer both, (B, num_kv_heads, max_length, head_dim)."""
 
     def __init__(self, config: GPTConfig, max_length: int | None = None):
         self.max_length = config.context_length
@@ -181,7 +182,11 @@ class KVCache:
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated by the first append, which knows batch and dtype
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor, seen: int) -> tuple[Tensor, Tensor]:
-        """Put (B, kv_heads, T, head_size) keys and values of one layer at (T,) positions; return the first `seen`."""
+        """Put keys and values of one layer, (B, num_kv_heads, T, head_dim), at (T,) positions; return the first ones.
+
+        Args:
+            seen: how many are returned.
+        """
         B, H, _, D = k.shape
         if layer == len(self.layers):  # zeros, because a mask may cover what is not there yet, but not a NaN
             self.layers.append((k.new_zeros(B, H, self.max_length, D), k.new_zeros(B, H, self.max_length, D)))
@@ -277,7 +282,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer = layer
-        self.head_size = config.head_size
+        self.head_dim = config.head_dim
         self.dropout = config.dropout
         self.split_sizes = config.parts("c_attn")
         self.c_attn = Linear(config.embd_size, sum(self.split_sizes), bias=config.bias)
@@ -285,19 +290,19 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm:  # always RMSNorm. Without weights, it commutes with the rotation.
-            self.q_norm = Norm(config, config.head_size, is_layernorm=False)
-            self.k_norm = Norm(config, config.head_size, is_layernorm=False)
+            self.q_norm = Norm(config, config.head_dim, is_layernorm=False)
+            self.k_norm = Norm(config, config.head_dim, is_layernorm=False)
 
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         B, T, _ = x.shape
         q, k, v = self.c_attn(x).split(self.split_sizes, dim=-1)
-        q = self.q_norm(q.view(B, T, -1, self.head_size))  # (B, T, heads, head_size)
-        k = self.k_norm(k.view(B, T, -1, self.head_size))
-        v = v.view(B, T, -1, self.head_size)
+        q = self.q_norm(q.view(B, T, -1, self.head_dim))  # (B, T, heads, head_dim)
+        k = self.k_norm(k.view(B, T, -1, self.head_dim))
+        v = v.view(B, T, -1, self.head_dim)
         if args.rotary is not None:
             q = rotate(q, args.rotary)
             k = rotate(k, args.rotary)
-        q = q.transpose(1, 2)  # (B, heads, T, head_size)
+        q = q.transpose(1, 2)  # (B, heads, T, head_dim)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
         if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
@@ -319,7 +324,7 @@ class MLP(nn.Module):
         self.dropout = config.dropout
         self.activation = ACTIVATIONS[config.activation].function
         self.c_fc = Linear(config.embd_size, sum(config.parts("c_fc")), bias=config.bias)
-        self.c_proj = Linear(config.mlp_size, config.embd_size, bias=config.bias)
+        self.c_proj = Linear(config.intermediate_size, config.embd_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_proj(self.activation(self.c_fc(x)))
@@ -372,6 +377,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, options: GPTOptions = GPTOptions(), initialize: bool = True):
         super().__init__()
+        config = config.resolved()
         self.config = config
         self.options = options
         self.loss_chunk_size = options.loss_chunk_size
@@ -573,7 +579,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of forward and backward per token: 6N + 12*L*C*T (Chowdhery et al. 2022, appendix B)."""
-        width = self.config.num_heads * self.config.head_size
+        width = self.config.num_heads * self.config.head_dim
         attention = 12 * self.config.num_layers * width * self.config.context_length
         return 6 * self.num_parameters(with_tables=False) + attention
 

@@ -41,15 +41,15 @@ from steadygpt.mirror.uploads import open_uploads
 from steadygpt.monitor.table import print_checkpoints
 from steadygpt.run.repeats import report
 from steadygpt.run.run import Run
-from steadygpt.run.saving import agree, finish_uploads, is_saved, save_if_due, wait_alone
+from steadygpt.run.saving import ask_for_save, finish_uploads, is_saved, save_if_due, wait_on_this_rank
 from steadygpt.run.step import Diverged, StepResult, count_step, judge, log_step, restart_clock
 from steadygpt.run.summary import summarize
 from steadygpt.start.build import build, check_start, out_of_memory_explained
 from steadygpt.start.data import Data, open_data
-from steadygpt.start.find import IN_USE, Start, agreed_command, find_start, with_checkpoint_dir
+from steadygpt.start.find import IN_USE, Start, agreed_command, find_start
 from steadygpt.start.folder import open_folder
 from steadygpt.start.plan import forecast, plan_lines
-from steadygpt.start.settle import settle
+from steadygpt.start.settle import Settled, settle
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a step
@@ -62,35 +62,42 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     """
     config = run.config
     step = run.state.step
-    micro_steps = config.grad_accum_steps(run.ranks.world_size)
+    grad_accum_steps = config.grad_accum_steps(run.ranks.world_size)
+    # Set the learning rate of this step.
     lr = set_rates(run.optimizer, config, step)
-    # The gradients of DDP are views of its buckets, so they are set to zero in place.
+    # Reset the gradients. Those of DDP are views of its buckets, so they are set to zero in place.
     run.optimizer.zero_grad(set_to_none=not isinstance(run.forward, DistributedDataParallel))
     means: list[Tensor] = []  # of the terms of the loss, (terms,) of each micro-step
-    for micro_step in range(micro_steps):
-        run.requests.check()
+    for micro_step in range(grad_accum_steps):
+        run.requests.agree()
         # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
-        micro_batch = run.ranks.rank * micro_steps + micro_step
+        micro_batch = run.ranks.rank * grad_accum_steps + micro_step
         seed(run.ranks.device, ((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
         inputs, targets = batches.next()
-        with gradient_sync(run.forward, last=micro_step == micro_steps - 1):
+        # Only the last micro-step averages the gradients over the ranks (DDP and FSDP).
+        with gradient_sync(run.forward, last=micro_step == grad_accum_steps - 1):
+            # Compute the loss of the micro-batch.
             with run.autocast():
                 terms = run.forward(inputs, targets)
             mean = mean_terms(terms)
-            run.scaler.scale(mean.sum() / micro_steps).backward()  # DDP and FSDP average over the ranks
+            # Add its gradients to those of the other micro-batches.
+            run.scaler.scale(mean.sum() / grad_accum_steps).backward()
         means.append(mean.detach())
+    # Clip the gradient. Whatever reads gradients as they are stands before this.
     run.scaler.unscale_(run.optimizer)
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
-    columns = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (micro_steps,)
-    columns |= {"grad_norm": grad_norm}  # a further scalar here is logged with the step
-    columns = {name: full_tensor(column) for name, column in columns.items()}
-    # The numbers are means over all ranks, so all make the same decision when one of them has a NaN or a spike.
-    numbers, run.requests.agreed = run.ranks.step_numbers(columns, run.requests.own())
+    # Average what was measured over micro-steps and ranks, so that all ranks decide alike about a NaN or a spike.
+    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
+    measured["grad_norm"] = full_tensor(grad_norm)
+    # A further scalar in `measured` is logged with the step; under FSDP, full_tensor() makes it whole.
+    numbers, run.requests.agreed = run.ranks.step_numbers(measured, run.requests.of_this_rank())
+    # Decide whether the update is applied.
     loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
     result = judge(config, run.state.recent_losses, step, lr, loss_scale, **numbers)
     if result.updated:
-        run.optimizer.step()  # in place of scaler.step(), which knows only of overflows
+        # Update the weights. Not by scaler.step(), because judge() also skips NaN and spikes.
+        run.optimizer.step()
     return result
 
 
@@ -107,10 +114,11 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
     with closing(run.training_batches()) as batches:
         while True:
             is_last = run.state.step >= run.config.max_steps
-            is_time = agree(run)
+            ask_for_save(run)
+            save_now = run.requests.agree()
             if evaluate(run, everything=is_last):
                 restart_clock(run)
-            save_if_due(run, is_time or is_last)
+            save_if_due(run, save_now or is_last)
             if is_last:
                 return
             result = train_step(run, batches)
@@ -165,7 +173,7 @@ def train_to_end(run: Run) -> int:
             reason = lost_rank(error, run.ranks, run.config.timeout_minutes) or brief(error)
             raise
     finally:
-        wait_alone(run)
+        wait_on_this_rank(run)
         if run.repeats:
             report(run.repeats, log)
         end, *summary = summarize(run, status, reason)
@@ -185,45 +193,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command.list_checkpoints:
         return print_checkpoints(Path(command.checkpoint_dir), command.mirror, command.verbose)
     with joined(command.device, command.timeout_minutes) as ranks, ExitStack() as stack:
-        command, set_by, notes = agreed_command(command, set_by, ranks)
-        command = ranks.from_main(lambda: with_checkpoint_dir(command, set_by))
+        command, set_by, ignored = agreed_command(command, set_by, ranks)
         lock = None
-        if command.trains:
-            lock = ranks.on_main(lambda: stack.enter_context(lock_folder(Path(command.checkpoint_dir), IN_USE)))
-        start = find_start(command, set_by, ranks)  # only reads; skip it at first reading
-        data = open_data(start, ranks)
-        config = settle(start, data, ranks)
-        start.notes += notes
+        with ranks.sharing_errors():
+            if ranks.is_main and command.trains:
+                lock = stack.enter_context(lock_folder(Path(command.checkpoint_dir), IN_USE))
+        # Decide what to do; this only reads. Skip it at first reading.
+        start, asked, found = find_start(command, set_by, ranks)
+        data = open_data(start, asked, ranks)
+        settled = settle(start, asked, data, ranks)
+        config = settled.of_launch
         log = stack.enter_context(RunLog(config, ranks, lock))
-        if start.checkpoint and not config.eval_only and start.state.step >= config.max_steps:
-            status = ranks.from_main(lambda: read_status(Path(config.checkpoint_dir)))
-            if status.get("status") == "finished":  # otherwise a kill has cut off its end
-                return end_finished(start, config, ranks, log)
-        ranks.on_main(lambda: check_start(start, config, data))
-        if not config.eval_only:
-            ranks.on_main(lambda: log.say("\n".join(plan_lines(start, config, data, ranks))))
+        if has_finished(start, config, ranks):
+            return end_finished(start, config, ranks, log)
+        # Say it.
+        with ranks.sharing_errors():
+            if ranks.is_main:
+                notes = [*found, *settled.notes, *ignored, *check_start(start, config, data)]
+                if not config.eval_only:
+                    log.say("\n".join([*plan_lines(start, config, data, ranks), *notes]))
+                if config.dry_run:
+                    log.say("\n".join(forecast(start, config, data, ranks)))
         if config.dry_run:
-            ranks.on_main(lambda: log.say("\n".join(forecast(start, config, data, ranks))))
             return 0
+        # Do it.
         if ranks.is_main and config.trains:
             Requests.raise_until_listen()
         with out_of_memory_explained(config, ranks):
-            return build_and_train(start, config, data, ranks, log)
+            return build_and_train(start, settled, data, ranks, log)
 
 
-def build_and_train(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog) -> int:
+def build_and_train(start: Start, settled: Settled, data: Data, ranks: Ranks, log: RunLog) -> int:
     """Build the run and train it to its end, or only evaluate it; return the exit status.
 
     At its return the model is freed, before the ranks leave their process group. If DDP held the last reference to the
     group, it would wait for the threads of gloo while it holds the GIL, which they may need.
     """
-    run = build(start, config, data, ranks, log)
-    if config.eval_only:
+    run = build(start, settled, data, ranks, log)
+    if run.config.eval_only:
         return evaluate_only(run, start)
-    ranks.on_main(lambda: open_folder(run, start))
+    with ranks.sharing_errors():
+        if ranks.is_main:
+            open_folder(run, start)
     # Unmapped, so that the disk space of the file is free once later saves replace it.
     start.checkpoint = start.weights = None
     return train_to_end(run)
+
+
+def has_finished(start: Start, config: TrainConfig, ranks: Ranks) -> bool:
+    """Return whether the run has taken all its steps and said so. If it has not said so, a kill has cut off its end."""
+    if not start.checkpoint or config.eval_only or start.state.step < config.max_steps:
+        return False
+    status = read_status(Path(config.checkpoint_dir)) if ranks.is_main else {}
+    return ranks.broadcast(status.get("status") == "finished")
 
 
 def end_finished(start: Start, config: TrainConfig, ranks: Ranks, log: RunLog) -> int:
@@ -233,7 +255,11 @@ def end_finished(start: Start, config: TrainConfig, ranks: Ranks, log: RunLog) -
     if config.mirror and config.trains:
         requests = Requests(ranks, max_hours=0)
         requests.listen()
-        finish_uploads(ranks.on_main(lambda: open_uploads(start.run.id, config, log)), requests, log)
+        uploads = None
+        with ranks.sharing_errors():
+            if ranks.is_main:
+                uploads = open_uploads(start.identity.id, config, log)
+        finish_uploads(uploads, requests, log)
     return 0
 
 

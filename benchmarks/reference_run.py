@@ -30,9 +30,9 @@ def arguments(argv: Sequence[str]) -> tuple[Path, float, Path, TrainConfig, Data
     """
     command, set_by = parse_args(argv[3:])
     ranks = Ranks(choose_device(command.device))
-    start = find_start(command, set_by, ranks)
-    data = open_data(start, ranks)
-    return Path(argv[0]), float(argv[1]), Path(argv[2]), settle(start, data, ranks), data, ranks.device
+    start, asked, _ = find_start(command, set_by, ranks)
+    data = open_data(start, asked, ranks)
+    return Path(argv[0]), float(argv[1]), Path(argv[2]), settle(start, asked, data, ranks).of_launch, data, ranks.device
 
 
 def train(

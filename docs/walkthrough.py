@@ -81,10 +81,10 @@ def build_run() -> Run:
     """Build the run that train.py trains, as train.main does before it opens the folder."""
     command, set_by = parse_args(FLAGS.split())
     ranks = Ranks(torch.device("cpu"))
-    start = find_start(command, set_by, ranks)
-    data = open_data(start, ranks)
-    config = settle(start, data, ranks)
-    return build(start, config, data, ranks, RunLog(config, ranks))
+    start, asked, _ = find_start(command, set_by, ranks)
+    data = open_data(start, asked, ranks)
+    options = settle(start, asked, data, ranks)
+    return build(start, options, data, ranks, RunLog(options.of_launch, ranks))
 
 
 def show_data() -> None:

@@ -193,7 +193,7 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
         """Return whether an equal launch computes the same bits again."""
         return self.deterministic or device_type == "cpu"
 
-    def shards(self, world_size: int) -> int:
+    def ranks_per_copy(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the weights and the optimizer state."""
         if not self.is_fsdp:
             return 1

@@ -77,11 +77,11 @@ def built(*flags: str, ranks: Ranks | None = None):
     """Return a run that writes nothing, for the functions below."""
     ranks = ranks or Ranks(CPU)
     command, set_by = parse_args([*TINY, *flags, "--dry_run"])
-    start = find_start(with_checkpoint_dir(command, set_by), set_by, ranks)
-    data = start_data.open_data(start, ranks)
-    config = settle(start, data, ranks)
-    build.check_start(start, config, data)
-    return build.build(start, config, data, ranks, RunLog(config, ranks))
+    start, asked, _ = find_start(with_checkpoint_dir(command, set_by), set_by, ranks)
+    data = start_data.open_data(start, asked, ranks)
+    options = settle(start, asked, data, ranks)
+    build.check_start(start, options.of_launch, data)
+    return build.build(start, options, data, ranks, RunLog(options.of_launch, ranks))
 
 
 def settled(run) -> TrainConfig:
@@ -106,6 +106,15 @@ def state_of(run):
 def batches_of(run):
     """Return the batches of the run from its next step on, with the methods next() and close()."""
     return run.training_batches()
+
+
+def agree(run) -> bool:
+    """Return whether the ranks have agreed on a timed save before a step.
+
+    Raises: Stopped.
+    """
+    saving.ask_for_save(run)
+    return run.requests.agree()
 
 
 def take_step(run, batches):
@@ -362,7 +371,7 @@ def open_log(config: TrainConfig, start_step: int | None, ranks: Ranks | None = 
     log = RunLog(config, ranks or Ranks(CPU), open(Path(config.checkpoint_dir, ".lock"), "a"))
     parent = "" if start_step is None else "0" * 16
     log.load_at_s = math.inf
-    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "how": {}})
+    log.open(start_step or 0, {"run": config.run_name, "id": secrets.token_hex(8), "parent": parent, "settings": {}})
     return log
 
 
@@ -423,7 +432,7 @@ class LaunchRecord(NamedTuple):
 
     id: str
     parent: str
-    how: dict[str, Any]  # all that determines a step
+    settings: dict[str, Any]  # all that determines a step
 
 
 def launch_in(path) -> LaunchRecord:
@@ -442,31 +451,31 @@ def asked_in(path) -> dict[str, Any]:
 
 
 def phase_in(path) -> Phase:
-    """Return the phase of a run's mixture: number, first_row, shares and rows_used_before, by identity."""
+    """Return the phase of a run's mixture: number, first_row, shares and rows_used_before, by digest."""
     return Phase(**load(path)["data"]["phase"])
 
 
 def next_phase(before: Phase | None, row: int, shares: dict[str, int], seed: int = 7) -> Phase:
     """Return the phase of a launch at a row, with these shares of the sources; without one before, the first."""
-    start = Start(TrainConfig(seed=seed, allow_changes=True), state=files.TrainState(rows_consumed=row))
+    start = Start(state=files.TrainState(rows_consumed=row))
     if before:
         start.data = {"phase": before, "sources": {}}
-    return start_data.next_phase(start, {}, shares)
+    return start_data.next_phase(start, TrainConfig(seed=seed, allow_changes=True), {}, shares)
 
 
-def start_from(config: TrainConfig, checkpoint: dict) -> Start:
+def start_from(checkpoint: dict) -> Start:
     """Return the start of a run that resumes from the content of a checkpoint."""
     state = files.TrainState(**{name: checkpoint[name] for name in files.TrainState.__annotations__})
-    return Start(config, checkpoint, state=state, data=checkpoint["data"])
+    return Start(checkpoint, state=state, data=checkpoint["data"])
 
 
 def rows_given_in(path) -> dict[str, int]:
-    """Return identity -> rows of a source, or of an earlier one, that the steps before the current phase have used."""
+    """Return digest -> rows of a source, or of an earlier one, that the steps before the current phase have used."""
     return phase_in(path).rows_used_before
 
 
 def sources_in(path) -> dict[str, tuple[str, str]]:
-    """Return name -> (folder, identity) of the sources."""
+    """Return name -> (folder, digest) of the sources."""
     return load(path)["data"]["sources"]
 
 
@@ -530,7 +539,7 @@ def run_content(step: int, **more) -> dict:
     progress = {
         "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0, "scores": {}, "validated_on": "",
         "epoch": step / 10, "options": options | {"total_batch_size": 4 * TrainConfig.context_length}, "data": data,
-        "launch": {"id": "0" * 16, "parent": "", "how": {}}, "saved_at": 1e9 + step,
+        "launch": {"id": "0" * 16, "parent": "", "settings": {}}, "saved_at": 1e9 + step,
     }  # fmt: skip
     model = {"weight": torch.full((1000,), float(step))}
     return weights_content(model, GPTConfig(), step=step) | progress | more
@@ -553,7 +562,7 @@ def with_options(content: dict, **options) -> dict:
 
 def launched_again(content: dict, id: str) -> dict:
     """Return the content as a launch that resumes from it has it."""
-    return content | {"launch": {"id": id, "parent": content["launch"]["id"], "how": {}}}
+    return content | {"launch": {"id": id, "parent": content["launch"]["id"], "settings": {}}}
 
 
 def write_checkpoint(folder, step: int, name: str, *other_names: str, **more) -> None:

@@ -28,7 +28,7 @@ from model import GPT, TABLES, GPTConfig
 from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
-from steadygpt.convert.families import FAMILIES, resolved
+from steadygpt.convert.families import FAMILIES
 from steadygpt.convert.weights import check_fits, load_model, read_weights
 from steadygpt.data.shards import ShardSet
 from steadygpt.data.tokenizer import END_OF_TEXT, GPT2_TOKENIZER, TokenizerRecord, load_tokenizer
@@ -58,7 +58,7 @@ def logits_of(checkpoint: dict, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_weights(one: dict, other: dict) -> None:
-    assert resolved(GPTConfig(**one["model_config"])) == resolved(GPTConfig(**other["model_config"]))
+    assert GPTConfig(**one["model_config"]).resolved() == GPTConfig(**other["model_config"]).resolved()
     assert one["tokenizer"] == other["tokenizer"]
     assert one["model"].keys() == other["model"].keys()
     assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())

@@ -414,7 +414,7 @@ def test_a_file_with_a_known_name_size_and_time_is_not_read_again(tmp_path, monk
 
 def test_data_is_the_same_by_the_sums_of_its_shards(tmp_path):
     def identity_of(name: str, **options) -> str:
-        return ShardSet.find("any", str(write_data(tmp_path / name, **options)), "train").identity()
+        return ShardSet.find("any", str(write_data(tmp_path / name, **options)), "train").digest()
 
     there = identity_of("one")
     assert identity_of("copy") == there
@@ -427,7 +427,7 @@ def test_data_without_a_manifest_is_the_same_by_samples_of_its_tokens(tmp_path):
     def identity_of(name: str, **options) -> str:
         folder = write_data(tmp_path / name, **options)
         (folder / "manifest.json").unlink()
-        return ShardSet.find("any", str(folder), "train").identity()
+        return ShardSet.find("any", str(folder), "train").digest()
 
     there = identity_of("one")
     assert identity_of("copy") == there
@@ -438,14 +438,14 @@ def test_data_without_a_manifest_is_the_same_by_samples_of_its_tokens(tmp_path):
 
 def test_the_data_of_a_run_has_shards_a_tokenizer_and_a_vocabulary(tmp_path):
     config = TrainConfig(data_dir=str(write_data(tmp_path)), context_length=16)
-    data = find_data(Start(config))
+    data = find_data(Start(), config)
     assert (data.tokenizer_record.tokenizer, data.vocab_size) == ("bytes", 257)
     assert [shard.num_tokens for shard in data.sources[0].shards.shards] == [700, 500]
     assert data.sources[0].rows.rows_per_epoch == 699 // 16 + 499 // 16
     assert data.val_sets[0].rows.rows_per_epoch == 199 // 16
     for name in ("manifest.json", "tiny_val_000000.npy"):
         (tmp_path / name).unlink()
-    data = find_data(Start(replace(config, eval_freq=0, tokenizer="bytes")))
+    data = find_data(Start(), replace(config, eval_freq=0, tokenizer="bytes"))
     assert (data.tokenizer_record.tokenizer, data.vocab_size, data.val_sets) == ("bytes", 257, ())
 
 
@@ -453,7 +453,7 @@ def test_the_characters_of_nanogpt_are_not_taken_for_tokens_of_gpt2(tmp_path):
     for split in ("train", "val"):
         np.arange(65, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
     config = TrainConfig(data_dir=str(tmp_path), context_length=16)
-    assert find_data(Start(config)).tokenizer_record.tokenizer == "gpt2"
+    assert find_data(Start(), config).tokenizer_record.tokenizer == "gpt2"
     (tmp_path / "meta.pkl").write_bytes(b"")  # is never read: a pickle can run code
-    refused(lambda: find_data(Start(config)), "meta.pkl: ", "nanoGPT", "--tokenizer bytes")
-    assert find_data(Start(replace(config, tokenizer="bytes"))).vocab_size == 257
+    refused(lambda: find_data(Start(), config), "meta.pkl: ", "nanoGPT", "--tokenizer bytes")
+    assert find_data(Start(), replace(config, tokenizer="bytes")).vocab_size == 257

@@ -266,10 +266,13 @@ def test_ranks_tokenize_a_part_each(tmp_path):
 
     @dataclass(frozen=True)
     class Rank(Ranks):
-        def from_main(self, compute):
-            return compute()
+        is_main = True
 
-        on_each = from_main
+        def any(self, flag):
+            return flag
+
+        def broadcast(self, value):
+            return value
 
         def gather(self, value):
             parts.append(value)

@@ -17,8 +17,8 @@ FILES = {path.stem: path for path in COMMANDS} | {
     for path in (REPO / "steadygpt").rglob("*.py")
     if path.name != "__init__.py"
 }
-# From below to above. Rooms of one floor do not import each other. A file at the root is a room of its own, or a command
-# if it is not listed.
+# From below to above. Rooms of one floor do not import each other. A file at the root that is listed is a room of its
+# own; the others are commands.
 FLOORS = [
     "preflight",
     "base",

@@ -24,7 +24,7 @@ from steadygpt.config import parse_args
 from steadygpt.data.tokenizer import TokenizerRecord, load_tokenizer
 from steadygpt.data.tokenizer_json import to_json
 from steadygpt.machine.ranks import joined
-from steadygpt.start.data import check_identities, find_data
+from steadygpt.start.data import check_digests, find_data, open_data
 from steadygpt.start.find import Start
 
 linux = pytest.mark.skipif(
@@ -187,7 +187,7 @@ def test_a_folder_that_only_node_0_has_is_no_other_option(nodes):
 def open_data_of_node(folder: str, *facts: str) -> None:
     enter_node()
     config = parse_args([*TINY, "--data_dir", folder])[0]
-    refused(lambda ranks: ranks.on_each(lambda: find_data(Start(config))), *facts)
+    refused(lambda ranks: open_data(Start(), config, ranks), *facts)
 
 
 def test_all_ranks_end_with_the_error_of_the_node_that_has_no_data(workdir):
@@ -203,8 +203,8 @@ def identities(folder: Path, last: int | None = None, manifest: bool = True, **o
         np.load(folder / "tiny_train_000001.npy", mmap_mode="r+")[-1] = last
     if not manifest:
         (folder / "manifest.json").unlink()
-    [source] = find_data(Start(parse_args([*TINY, "--data_dir", str(folder), "--tokenizer", "bytes"])[0])).sources
-    return {("data", "train"): source.identity}
+    [source] = find_data(Start(), parse_args([*TINY, "--data_dir", str(folder), "--tokenizer", "bytes"])[0]).sources
+    return {("data", "train"): source.digest}
 
 
 @pytest.mark.parametrize("change", [
@@ -213,10 +213,10 @@ def identities(folder: Path, last: int | None = None, manifest: bool = True, **o
 ])  # fmt: skip
 def test_shards_of_another_node_must_be_the_same(workdir, change):
     expected = identities(workdir / "node0", manifest=change.get("manifest", True))
-    check_identities(expected, expected)
+    check_digests(expected, expected)
     found = identities(workdir / "node1", **change)
     with refusal("data: its train shards", *(digest[:12] for of in (found, expected) for digest in of.values())):
-        check_identities(found, expected)
+        check_digests(found, expected)
 
 
 def test_a_node_without_a_set_of_rank_0_is_refused():
@@ -224,7 +224,7 @@ def test_a_node_without_a_set_of_rank_0_is_refused():
     lacking = {("web", "train"): "1" * 64}
     for found, of_main in ((lacking, sets), (sets, lacking)):
         with refusal("web: its val shards", "none", "2" * 12):
-            check_identities(found, of_main)
+            check_digests(found, of_main)
 
 
 def train_on_other_data() -> int:

@@ -82,7 +82,7 @@ def test_the_matrices_of_one_shape_are_one_batch_over_all_layers(monkeypatch):
     model(TOKENS, TOKENS)["loss"].mean().backward()
     make_optimizer(model, MUON, ALONE).step()
     # In each layer q and attention's projection; k and v; gate, up and down.
-    assert sorted(batches) == [(2 * 2, 8, 16), (2 * 2, 16, 16), (2 * 3, 16, SMALL.mlp_size)]
+    assert sorted(batches) == [(2 * 2, 8, 16), (2 * 2, 16, 16), (2 * 3, 16, SMALL.resolved().intermediate_size)]
 
 
 def test_stacked_matrices_are_orthogonalized_apart():

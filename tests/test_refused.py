@@ -470,7 +470,8 @@ def test_allow_changes_changes_batch_size_and_learning_rate(place, capsys):
     changes = ("--total_batch_size", "128", "--max_lr", "2e-3", "--allow_changes")
     assert run_here("--resume", str(RUN), "--max_steps", "12", *changes) == 0
     text = capsys.readouterr().out
-    assert "changed      max_lr: 0.001 -> 0.002\nchanged      total_batch_size: 64 -> 128\n" in text
+    assert "\nchanged      max_lr: 0.001 -> 0.002\n" in text
+    assert "\nchanged      total_batch_size: 64 -> 128\n" in text
     assert "finished after 12 steps" in text
 
 

@@ -73,7 +73,7 @@ def max_hours(clock: Clock) -> Callable[[], bool]:
 
     def passed() -> bool:
         try:
-            requests.check()
+            requests.agree()
         except Stopped as stopped:
             return stopped.reason == "max_hours"
         return False

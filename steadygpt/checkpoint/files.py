@@ -39,7 +39,7 @@ from steadygpt.data.order import Phase
 from steadygpt.data.tokenizer import TokenizerRecord
 from steadygpt.machine.host import process_age_s
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 LATEST, BACKUP, BEST, STABLE = "latest.pt", "latest_backup.pt", "best_model.pt", "stable.pt"
 NAMED = {"best": BEST, "stable": STABLE}  # words that commands accept besides latest and names of files
 NOT_YET = {
@@ -71,7 +71,7 @@ class DataRecord(TypedDict):
     """The data that a run trains on, and how its rows follow from the steps."""
 
     phase: Phase  # the current one
-    sources: dict[str, tuple[str, str]]  # name -> folder, identity of the shards
+    sources: dict[str, tuple[str, str]]  # name -> folder, digest of the shards
     first_step: Count  # since which each step has had as many rows, from the same mixture
     first_row: Count  # of that step
     shards: list[tuple[str, int, int]]  # those that were read and found intact: see stamp()
@@ -82,7 +82,7 @@ class LaunchRecord(TypedDict):
 
     id: Id
     parent: str
-    how: dict[str, Any]
+    settings: dict[str, Any]  # what determines a step besides the checkpoint, by name
 
 
 class CheckpointContent(TypedDict):

@@ -148,12 +148,6 @@ ROPE = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 ABSENT = ("intermediate_size", "num_kv_heads", "head_dim", "logit_softcap")  # fields of GPTConfig that are 0 for null
 
 
-def resolved(config: GPTConfig) -> dict[str, Any]:
-    """Return the fields of a model's shape, with the actual sizes where a field is 0 for "derived"."""
-    sizes = {"intermediate_size": config.mlp_size, "num_kv_heads": config.kv_heads, "head_dim": config.head_size}
-    return dataclasses.asdict(config) | sizes
-
-
 def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
     """Return the family of a config.json, and the fields of GPTConfig that the file describes."""
     kind = stored.get("model_type")
@@ -200,7 +194,7 @@ def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
         kind: the model_type, a key of FAMILIES.
     """
     family = FAMILIES[kind]
-    values = resolved(config)
+    values = dataclasses.asdict(config.resolved())
     values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
     values["logit_softcap"] = config.logit_softcap or None
     stored = {
@@ -228,7 +222,7 @@ def find_family(config: GPTConfig) -> str:
 
 def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
     """Return the values of a model's shape that a family cannot have, each as "NAME is FOUND, expected EXPECTED"."""
-    values = resolved(config)
+    values = dataclasses.asdict(config.resolved())
     num_heads = config.num_heads
     expected = {f.name: f.default for f in dataclasses.fields(config) if f.name not in family.fields}
     # A family without these fields divides its width among the heads, and does not rotate. Missing biases are exported
@@ -298,6 +292,6 @@ def _other_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family, 
     if family.rotates_back and ".c_attn." in name:  # negate the second half of each query and key
         queries, keys, _ = config.parts(name)
         signs = tensor.new_ones(len(tensor), 1)
-        signs[: queries + keys].view(-1, 2, config.head_size // 2)[:, 1] = -1
+        signs[: queries + keys].view(-1, 2, config.resolved().head_dim // 2)[:, 1] = -1
         tensor = tensor * signs
     return tensor

@@ -31,7 +31,7 @@ from steadygpt.checkpoint.files import (
     open_checkpoint,
 )
 from steadygpt.convert import families
-from steadygpt.convert.families import NANOGPT, Family, foreign_names, resolved, to_foreign, to_own
+from steadygpt.convert.families import NANOGPT, Family, foreign_names, to_foreign, to_own
 from steadygpt.data.tokenizer import (
     GPT2_TOKENIZER,
     TOKENIZER_JSON,
@@ -166,10 +166,10 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
     Returns: a line for the plan if the tokenizers cannot be compared, else "".
     """
     record_of_weights = TokenizerRecord.of(initial)
-    shape = resolved(config)
+    shape = dataclasses.asdict(config.resolved())
     advice = "prepare the text with the tokenizer of the weights"
     is_same = bool(record.tokenizer_sha256) and record.tokenizer_sha256 == record_of_weights.tokenizer_sha256
-    for name, value in resolved(GPTConfig(**initial["model_config"])).items():
+    for name, value in dataclasses.asdict(GPTConfig(**initial["model_config"]).resolved()).items():
         may_be_larger = name == "context_length" or (name == "vocab_size" and is_same)
         if name == "dropout" or value == shape[name] or (may_be_larger and value > shape[name]):
             continue

@@ -62,7 +62,7 @@ def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run with one mixture; sources are named by their identities, so renaming or reordering is free.
+    """A stretch of a run with one mixture; sources are named by their digests, so renaming or reordering is free.
 
     Blocks of BLOCK_ROWS rows are counted from the first row of the phase. Each source gives a fixed number of rows of
     a block, at places drawn for this block. It gives the rows of its own stream in order; the next phase continues the
@@ -99,19 +99,19 @@ class Phase:
 
 
 def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return how many of BLOCK_ROWS rows each source gives, by identity.
+    """Return how many of BLOCK_ROWS rows each source gives, by digest.
 
     Args:
-        sources: name -> (folder, identity).
+        sources: name -> (folder, digest).
         weights: by name.
     """
     names: dict[str, str] = {}
-    for name, (_, identity) in sources.items():
-        if identity in names:
+    for name, (_, digest) in sources.items():
+        if digest in names:
             raise UserError(
-                f"--mix: {names[identity]} and {name} have the same shards; give one of them the sum of the weights"
+                f"--mix: {names[digest]} and {name} have the same shards; give one of them the sum of the weights"
             )
-        names[identity] = name
+        names[digest] = name
         least = (sum(weights.values()) - weights[name]) / (BLOCK_ROWS - 1)
         if weights[name] < least:
             # The error shows three digits of it, rounded up.
@@ -120,7 +120,7 @@ def shares_of(sources: Mapping[str, Sequence[str]], weights: Mapping[str, Fracti
                 f"--mix: the weight of {name} is {float(weights[name]):g}, less than one row in {BLOCK_ROWS:,}; "
                 f"expected at least {float(math.ceil(least / unit) * unit):g}"
             )
-    return shares_of_block({identity: weights[name] for identity, name in names.items()})
+    return shares_of_block({digest: weights[name] for digest, name in names.items()})
 
 
 def shares_of_block(weights: Mapping[str, Fraction]) -> dict[str, int]:

@@ -320,7 +320,7 @@ class ShardSet:
         """The SHA-256 of each file that the manifest lists."""
         return {entry["file"]: entry["sha256"] for entry in self.manifest["shards"]} if self.manifest else {}
 
-    def identity(self) -> str:
+    def digest(self) -> str:
         """Return the SHA-256 of this set: of its shards' sums in the manifest or, without one, of samples of them."""
         sums = self.digests
         descriptions = [sums[shard.path.name] if sums else sample_of(shard) for shard in self.shards]

@@ -298,8 +298,11 @@ def tokenizer_on_all(record: TokenizerRecord, ranks: "Ranks", warn: Callable[[st
     """Return rank 0's tokenizer on every rank; None on every rank, with a warning, if one of them cannot get it."""
     record = ranks.broadcast(record)
     try:
-        ranks.on_main(lambda: load_tokenizer(record))  # a download of rank 0 is in the cache of the other ranks
-        tokenizer = ranks.on_each(lambda: load_tokenizer(record))
+        with ranks.sharing_errors():
+            if ranks.is_main:
+                load_tokenizer(record)  # a download of rank 0 is in the cache of the other ranks
+        with ranks.sharing_errors():
+            tokenizer = load_tokenizer(record)
         _ = tokenizer.document_id  # begins samples; raises if it is missing
     except UserError as error:
         warn(f"no samples, HellaSwag or bits per byte in this run: {error}")

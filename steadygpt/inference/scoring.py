@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -248,15 +247,19 @@ class Suite:
             length: of the context of the model.
         """
         load = load_core if name == CORE else load_hellaswag
-        tasks = ranks.from_main(partial(load, place, limit))
+        tasks: list[Task] = []
+        with ranks.sharing_errors():
+            if ranks.is_main:
+                tasks = load(place, limit)
+        tasks = ranks.broadcast(tasks)
         examples = []
         for task in tasks:
             for number in range(len(task.rows)):
                 examples.append((task, number))
         own_examples = examples[ranks.rank :: ranks.world_size]
-        own_questions = ranks.on_each(
-            lambda: [tokenize(task, number, tokenizer, length) for task, number in own_examples]
-        )
+        own_questions = []
+        with ranks.sharing_errors():
+            own_questions = [tokenize(task, number, tokenizer, length) for task, number in own_examples]
         questions_of_ranks = ranks.gather(own_questions)
         questions = []
         for index in range(len(examples)):

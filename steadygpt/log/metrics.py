@@ -39,7 +39,7 @@ class LaunchLine(TypedDict):
     run: str  # id of the run
     id: str  # of the launch
     parent: str  # id of the launch that wrote the checkpoint; "" for a new run
-    how: dict[str, Any]  # what determines a step besides the checkpoint, by name
+    settings: dict[str, Any]  # what determines a step besides the checkpoint, by name
 
 
 # fmt: off
@@ -169,7 +169,7 @@ class RunFile(TypedDict):
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunIdentity:
     """A run, by default a new one."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -179,16 +179,16 @@ class Identity:
     copied_from: str = ""  # the folder that this one is a copy of; "" if it is no copy
 
 
-def read_run(folder: Path) -> Identity:
+def read_run(folder: Path) -> RunIdentity:
     """Return the run in a folder: a new one if the folder has no run.json, or is a copy of another existing folder."""
     try:
         record = read_json(folder / RUN, RunFile, "remove it; the run then gets a new id")
     except FileNotFoundError:
-        return Identity()
+        return RunIdentity()
     original = Path(record["folder"])
     if os.path.realpath(folder) != record["folder"] and _id_in(original) == record["id"]:
-        return Identity(copied_from=printable(record["folder"])[:1000])
-    return Identity(record["id"], printable(record["name"])[:MAX_NAME], record["mirror"], record["wandb"])
+        return RunIdentity(copied_from=printable(record["folder"])[:1000])
+    return RunIdentity(record["id"], printable(record["name"])[:MAX_NAME], record["mirror"], record["wandb"])
 
 
 def _id_in(folder: Path) -> str:

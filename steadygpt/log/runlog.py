@@ -74,7 +74,7 @@ class RunLog:
         self.early: list[str] = []  # lines for log.txt from before it was opened
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
-        """Open the files and sinks of a run, on rank 0; `launch` has "run", "id", "parent" and "how" of LaunchLine."""
+        """Open the files and sinks of a run, on rank 0; `launch` has all of a LaunchLine but its steps."""
         config = self.config
         self.launch = launch
         self.files = {name: LineFile(Path(config.checkpoint_dir, name)) for name in LOGS}

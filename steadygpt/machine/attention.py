@@ -18,12 +18,12 @@ KERNELS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """Compute softmax(q k^T / sqrt(head_size)) v (Vaswani et al. 2017).
+    """Compute softmax(q k^T / sqrt(head_dim)) v (Vaswani et al. 2017).
 
     Args:
-        q: (B, num_heads, T, head_size) queries of a whole row (causal) or of one token, which sees all keys.
-        k, v: (B, kv_heads, S, head_size), S = T for a whole row. Each head serves num_heads / kv_heads heads of q in a
-            row (Ainslie et al. 2023).
+        q: (B, num_heads, T, head_dim) queries of a whole row (causal) or of one token, which sees all keys.
+        k, v: (B, num_kv_heads, S, head_dim), S = T for a whole row. Each head serves as many heads of q, which are
+            neighbours (Ainslie et al. 2023).
         mask: (B, 1, T, S) bool, the keys that each query sees; it replaces the causal mask.
         dropout: probability.
     """

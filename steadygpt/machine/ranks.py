@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,14 @@ LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # in message
 NO_ANSWER = re.compile("[Tt]imed ?out|Socket Timeout")
 # Gathers into one tensor, because NCCL copies lists. torch 2.11 has only the older name, for which torch 2.13 warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Request(NamedTuple):
+    """What a rank asks for. What ranks agree on is the largest of each number."""
+
+    stop: float = 0  # index of a reason in Requests.REASONS; 0: continue
+    save: float = 0  # 1: a timed save
+    step_s: float = math.inf  # seconds that the last step took
 
 
 @dataclass(frozen=True)
@@ -69,21 +77,21 @@ class Ranks:
         return tensor
 
     def step_numbers(
-        self, columns: Mapping[str, torch.Tensor], requests: Sequence[float]
-    ) -> tuple[dict[str, float], list[float]]:
-        """Return the mean of each column over its entries on all ranks, and the largest of the ranks' requests.
+        self, measured: Mapping[str, torch.Tensor], request: "Request"
+    ) -> tuple[dict[str, float], "Request"]:
+        """Return the mean of each measurement over its entries on all ranks, and what the ranks agree on.
 
         One exchange, and one wait of the host for the device.
 
         Args:
-            columns: name -> (n,) or a scalar on the device, on each rank.
-            requests: numbers of this rank.
+            measured: name -> (n,) or a scalar on the device, on each rank.
+            request: of this rank.
         """
-        parts = [column.detach().reshape(-1).float() for column in columns.values()]
-        own = torch.cat(parts)
+        parts = [tensor.detach().reshape(-1).float() for tensor in measured.values()]
+        numbers_here = torch.cat(parts)
         if self.world_size > 1:
-            own = torch.cat([own, torch.tensor(requests, dtype=own.dtype, device=own.device)])
-        whole = self.concatenated(own[None])  # (ranks, numbers)
+            numbers_here = torch.cat([numbers_here, numbers_here.new_tensor(request)])
+        whole = self.concatenated(numbers_here[None])  # (ranks, numbers)
         results = []
         at = 0
         for part in parts:
@@ -93,8 +101,8 @@ class Ranks:
         if self.world_size > 1:
             numbers = torch.cat([numbers, whole[:, at:].amax(0)])
         values = numbers.tolist()
-        agreed = values[len(columns) :] if self.world_size > 1 else list(requests)
-        return dict(zip(columns, values, strict=False)), agreed
+        agreed = Request(*values[len(measured) :]) if self.world_size > 1 else request
+        return dict(zip(measured, values, strict=False)), agreed
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the ranks' tensors, (n, ...) on each, in the order of the ranks: (world_size * n, ...)."""
@@ -119,12 +127,12 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def on_each(self, compute: Callable[[], Result]) -> Result:
-        """Call compute() on every rank and return this rank's result; a mistake on one rank is a UserError on all."""
-        result: Any = None
+    @contextmanager
+    def sharing_errors(self):
+        """Raise the UserError that one rank raises in this context on all of them; each rank enters it."""
         problem = ""
         try:
-            result = compute()
+            yield
         except UserError as error:
             problem = str(error)
         except OSError as error:
@@ -134,15 +142,6 @@ class Ranks:
                 problem = f"rank {self.rank} on {socket.gethostname()}: {problem}"
             problems = [text for text in self.gather(problem) if text]
             raise UserError(problems[0])
-        return result
-
-    def on_main(self, compute: Callable[[], Result]) -> Result | None:
-        """Call compute() on rank 0 and return its result there; the other ranks wait and get None."""
-        return self.on_each(lambda: compute() if self.is_main else None)
-
-    def from_main(self, compute: Callable[[], Result]) -> Result:
-        """Call compute() on rank 0 and return its result (picklable) on every rank; a mistake is a UserError on all."""
-        return self.broadcast(cast(Result, self.on_main(compute)))
 
 
 class Stopped(Exception):
@@ -157,12 +156,12 @@ class Requests:
     """Requests to stop and to save, until the ranks agree on them.
 
     Signals, --max_hours and failed saves ask to stop. Rank 0, whose clock counts, also asks for timed saves. The ranks
-    exchange their requests together with the numbers of each step, see own(), and where a step or an evaluation takes
-    long, also in between.
+    exchange their requests together with the numbers of each step, and where a step or an evaluation takes long, also
+    in between.
 
     Args:
         max_hours: counted from the start of this process, as a job's time limit is; 0: no limit.
-        alive: is called by each check, as a sign that the run makes progress.
+        alive: is called by each exchange, as a sign that the run makes progress.
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
@@ -174,9 +173,9 @@ class Requests:
         self.alive = alive
         self.deadline = time.monotonic() - process_age_s() + 3600 * max_hours if max_hours else math.inf
         self.asked = 0  # index in REASONS
-        self.wants_save = False
+        self.save = False  # whether this rank asks for a timed save
         self.step_s = math.inf  # of the last step of this rank
-        self.agreed = [0.0, 0.0, math.inf]  # the largest of the ranks' own() at the last exchange
+        self.agreed = Request()  # at the last exchange
 
     def listen(self) -> None:
         """Collect signals from now on. Under nohup, SIGHUP stays ignored: closing the terminal must not stop a run."""
@@ -211,27 +210,26 @@ class Requests:
         self.asked = 0
         return self.REASONS[asked] in ("SIGINT", "SIGTERM")
 
-    def own(self) -> list[float]:
-        """Return what this rank asks for: the index of a reason to stop, whether to save, seconds of its last step."""
+    def of_this_rank(self) -> Request:
+        """Return what this rank asks for now."""
         self.alive()
         if time.monotonic() > self.deadline:
             self.ask("max_hours")
-        return [self.asked, self.wants_save, self.step_s]
+        return Request(self.asked, self.save, self.step_s)
 
-    def check(self, now: bool = False) -> bool:
+    def agree(self, now: bool = False) -> bool:
         """Stop if the ranks have agreed on it; return whether they have agreed on a timed save. All ranks call it.
 
         Args:
-            now: let the ranks agree before, also where steps are short.
+            now: exchange requests before, also where steps are short.
 
         Raises: Stopped, on all ranks together.
         """
-        if now or self.ranks.world_size == 1 or self.agreed[2] > self.LONG_S:
-            self.agreed = self.ranks.max_of(self.own())
-        reason = int(self.agreed[0])
-        if reason:
-            raise Stopped(self.REASONS[reason])
-        return bool(self.agreed[1])
+        if now or self.ranks.world_size == 1 or self.agreed.step_s > self.LONG_S:
+            self.agreed = Request(*self.ranks.max_of(self.of_this_rank()))
+        if self.agreed.stop:
+            raise Stopped(self.REASONS[int(self.agreed.stop)])
+        return bool(self.agreed.save)
 
 
 def launched_as() -> tuple[int, int]:

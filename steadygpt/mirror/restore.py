@@ -1,6 +1,5 @@
 """What a run takes from its mirror: a checkpoint newer than those of its folder, and the logs that led to it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
@@ -8,28 +7,25 @@ from pathlib import Path
 from steadygpt.base.durable import replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
-from steadygpt.checkpoint.files import LATEST, NAMED, Found, Unreadable, checkpoint_files
-from steadygpt.log.metrics import RUN, Identity
+from steadygpt.checkpoint.files import LATEST, NAMED, Found, Unreadable, checkpoint_files, find_checkpoint
+from steadygpt.log.metrics import RUN, RunIdentity
 from steadygpt.mirror.store import FILES, Damaged, Mirror
 
 
-def find_newest(
-    url: str, which: str, folder: Path, run: Identity, find: Callable[[str, Path], Found]
-) -> tuple[Found, Identity]:
+def find_newest(url: str, which: str, folder: Path, identity: RunIdentity) -> tuple[Found, RunIdentity]:
     """Find the checkpoint that --resume asks for in the folder or, if the mirror has a newer one, there.
 
     Args:
         which: latest, auto, or a word of NAMED.
-        run: of the folder.
-        find: finds a checkpoint in a folder.
+        identity: of the run in the folder.
 
-    Returns: the checkpoint, downloaded to a temporary file if it comes from the mirror; and the run.
+    Returns: the checkpoint, downloaded to a temporary file if it comes from the mirror; and the run's identity.
     """
     is_named = which in NAMED
     path = folder / NAMED.get(which, LATEST)
     problem = ""  # why the folder has no such checkpoint
     try:
-        local = find(which, folder)
+        local = find_checkpoint(which, folder)
     except Unreadable:
         raise
     except UserError as error:
@@ -40,12 +36,12 @@ def find_newest(
         problem = str(error)
     newest_s = local.checkpoint["saved_at"] if local.checkpoint else 0
     holds_run = (folder / RUN).exists() or checkpoint_files(folder)
-    mirror = Mirror(url, run.id if holds_run else "")  # for an empty folder, the mirror may have any run
+    mirror = Mirror(url, identity.id if holds_run else "")  # for an empty folder, the mirror may have any run
     skipped: list[str] = []
     try:
         index = mirror.patiently(mirror.index)
         if index.checkpoints:
-            run = replace(run, id=index.run, name=run.name or index.name, mirror=url)
+            identity = replace(identity, id=index.run, name=identity.name or index.name, mirror=url)
         entries = list(index.checkpoints.values())
         if is_named:
             entries = [entry for name, entry in index.checkpoints.items() if name == path.name]
@@ -61,14 +57,14 @@ def find_newest(
                 step = local.checkpoint["step"]
                 # Files in `damaged` are renamed, so this one is not lost.
                 local.damaged[path] = f"{path}: of step {step:,}, but saved before the mirror's"
-            return Found(path, checkpoint, local.damaged, skipped, downloaded), run
+            return Found(path, checkpoint, local.damaged, skipped, downloaded), identity
     except NoAnswer as error:
         if not local.path:
             raise
         skipped.append(f"the mirror may have a newer checkpoint: {error}")
     if not local.path and (problem or skipped):  # auto starts no new run beside damaged checkpoints
         raise UserError("; ".join(skipped) or f"{problem}; nor is there one in --mirror {url}")
-    return replace(local, skipped=skipped), run
+    return replace(local, skipped=skipped), identity
 
 
 def restore_logs(mirror: Mirror, folder: Path) -> None:

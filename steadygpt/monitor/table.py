@@ -110,8 +110,8 @@ def details(checkpoint: Mapping[str, Any], columns: float = math.inf) -> Iterato
     """Yield lines about the content of a checkpoint: numbers, launch, options, and the shapes of its weights."""
     parts: dict[str, Mapping] = {"content": {**checkpoint, **checkpoint["scores"]}}
     if checkpoint["launch"]:
-        how = checkpoint["launch"]["how"].items()
-        other = {name: value for name, value in how if str(checkpoint["options"].get(name)) != str(value)}
+        settings = checkpoint["launch"]["settings"].items()
+        other = {name: value for name, value in settings if str(checkpoint["options"].get(name)) != str(value)}
         parts |= {"launch": {**checkpoint["launch"], **other}, "options": checkpoint["options"]}
     for part, values in parts.items():
         shown = {name: value for name, value in values.items() if isinstance(value, str | int | float) and value != ""}

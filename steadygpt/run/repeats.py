@@ -52,14 +52,14 @@ class Repeats:
 
     @classmethod
     def read(
-        cls, path: Path, offset: int, step: int, parent: LaunchRecord, how: Mapping[str, Any], is_exact: bool
+        cls, path: Path, offset: int, step: int, parent: LaunchRecord, settings: Mapping[str, Any], is_exact: bool
     ) -> "Repeats":
         """Read from a metrics.jsonl the records of the steps that a run repeats after a checkpoint.
 
         Args:
             offset: of the record after the checkpoint, in bytes.
             parent: the launch that wrote the checkpoint; the records at the offset are its own.
-            how: the settings of this launch; only launches with the same settings can be compared.
+            settings: those of this launch; only launches with the same settings can be compared.
         """
         repeats = cls(step, is_exact=is_exact)
         descended = {parent["id"]}  # launches that continue from the steps of the checkpoint
@@ -72,7 +72,7 @@ class Repeats:
             if launch["id"] not in descended:
                 repeats.reason = "their records do not descend from this checkpoint"
                 break
-            changes = difference(launch["how"], how)
+            changes = difference(launch["settings"], settings)
             if changes:
                 repeats.reason = printable(changes)
                 break

@@ -58,7 +58,7 @@ class Run:
     state: TrainState
     # What it is trained and evaluated on:
     rows: Mixture
-    sources: dict[str, tuple[str, RowStream]]  # name -> identity, rows
+    sources: dict[str, tuple[str, RowStream]]  # name -> digest, rows
     rows_per_epoch: int  # 0 for a mixture, whose sources have epochs of their own
     val_sets: dict[str, RowStream]  # by name; the loss of the first one decides which model is best
     validated_on: str  # see TrainState
@@ -70,7 +70,6 @@ class Run:
     host_copy: HostCopy  # the host memory for a copy of weights and optimizer state
     meter: Meter = field(default_factory=Meter)
     last_scores: Scores = field(default_factory=dict)  # of the last evaluations, perhaps of an earlier step
-    is_best: bool = False  # the validation loss of the current weights is the lowest so far
     saved: tuple[int, dict] | None = None  # step and scores of the newest save, perhaps still in flight
     # On rank 0 of a run that trains:
     writer: CheckpointWriter | None = None
@@ -96,5 +95,5 @@ class Run:
         """Return the epochs that each source of a mixture has had, by name; {} if there is only one source."""
         if len(self.sources) == 1:
             return {}
-        used = self.rows.phase.rows_used_at(self.state.rows_consumed, self.config.seed)  # identity -> rows
-        return {name: used[identity] / rows.rows_per_epoch for name, (identity, rows) in self.sources.items()}
+        used = self.rows.phase.rows_used_at(self.state.rows_consumed, self.config.seed)  # digest -> rows
+        return {name: used[digest] / rows.rows_per_epoch for name, (digest, rows) in self.sources.items()}

@@ -13,27 +13,35 @@ from steadygpt.run.run import Run
 from steadygpt.run.schedule import epochs, names_of_save
 
 
-def agree(run: Run) -> bool:
-    """Return whether the ranks have agreed on a timed save, for which rank 0 asks by its clock.
+def ask_for_save(run: Run) -> None:
+    """Ask for a timed save if one is due by rank 0's clock, and to stop if saves cannot succeed any more."""
+    if not run.writer:
+        return
+    reason = run.writer.reason_to_stop()
+    if reason:
+        run.requests.ask(reason)
+    run.requests.save = run.state.step > 0 and run.writer.is_due()
 
-    Raises: Stopped, on all ranks together.
-    """
-    if run.writer:
-        reason = run.writer.reason_to_stop()
-        if reason:
-            run.requests.ask(reason)
-        run.requests.wants_save = run.state.step > 0 and run.writer.is_due()
-    return run.requests.check()
+
+def is_best(run: Run) -> bool:
+    """Return whether the current weights have the lowest validation loss, on rank 0, which knows which are durable."""
+    state = run.state
+    if run.writer is None or state.validated_on != run.validated_on:
+        return False
+    return run.writer.is_best(state.scores.get("val_loss"), state.validated_on)
 
 
 def save_if_due(run: Run, is_due: bool) -> None:
     """Save the run under all names that are due at its step; `is_due` asks for latest.pt without another name."""
     state = run.state
     names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
-    if state.step and not run.meter.steps:  # resumed here: only names that a kill has left out, the others stay
-        names = run.ranks.broadcast(run.writer.missing(names) if run.writer else names)
-    if run.is_best:
+    is_resumed_here = state.step > 0 and not run.meter.steps
+    if run.writer and is_resumed_here:  # only names that a kill has left out, the others stay
+        names = run.writer.missing(names)
+    if is_best(run):
         names.append(BEST)
+    if is_resumed_here or state.scores:  # otherwise all ranks have the same names
+        names = run.ranks.broadcast(names)
     if is_due or names:
         save(run, names)
 
@@ -55,7 +63,7 @@ def save(run: Run, names: list[str]) -> None:
     if not run.config.background_upload:
         wait_for_uploads(run.uploads, lambda: bool(run.requests.asked), run.ranks, run.log)
     run.saved = (run.state.step, dict(run.state.scores))
-    run.requests.wants_save = False
+    run.requests.save = False
     run.meter.paused_s += time.monotonic() - start_s
 
 
@@ -88,7 +96,7 @@ def wait_for_save(run: Run) -> None:
         run.log.beat()
 
 
-def wait_alone(run: Run) -> None:
+def wait_on_this_rank(run: Run) -> None:
     """Wait on this rank only, after an error that other ranks may not have had."""
     while _is_writing(run):
         run.log.beat()

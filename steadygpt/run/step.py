@@ -197,7 +197,6 @@ def count_step(run: Run, result: StepResult) -> None:
     if result.updated:  # otherwise the scores are still those of the weights
         state.scores = {}
         state.validated_on = ""
-    run.is_best = False
     if result.finite:
         state.loss = result.loss
         state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]

@@ -28,27 +28,29 @@ from steadygpt.machine.ranks import Ranks, Requests
 from steadygpt.run.run import Run
 from steadygpt.start.data import Data
 from steadygpt.start.find import Start
-from steadygpt.start.settle import rows_per_epoch
+from steadygpt.start.settle import Settled, rows_per_epoch
 
 # Options of these groups determine a step, except for the time limit and for what a launch records in another form.
 STEP_GROUPS = ("model", "memory", "optimization", "steps", "run", "data", "distributed")
 NOT_OF_A_STEP = ("max_hours", "device", "data_dir", "mix", "val", "tokenizer")
 
 
-def check_start(start: Start, config: TrainConfig, data: Data) -> None:
-    """Check on rank 0 that checkpoint, weights and tokenizer fit the run, without reading the shards."""
+def check_start(start: Start, config: TrainConfig, data: Data) -> list[str]:
+    """Check on rank 0 that checkpoint, weights and tokenizer fit the run, without reading the shards.
+
+    Returns: lines for the plan.
+    """
+    notes = []
     shape = config.shape(config.vocab_size)
     if start.weights:
         note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
-        start.notes += [note] if note else []
-        if not config.dry_run:
-            load_cropped(start.weights, shape)  # a plan needs no download
+        notes += [note] if note else []
     if data.sources and data.tokenizer_record.is_file:
         load_tokenizer(data.tokenizer_record, Path(data.folder))
-    content = start.checkpoint or start.weights
-    if content and content["model"]:
-        shapes = state_shapes(shape, config.optimizer) if content["optimizer"] else {}
-        check_tensors(content, start.path or config.init_from, sketch_of(shape), shapes)
+    if start.checkpoint:
+        shapes = state_shapes(shape, config.optimizer)
+        check_tensors(start.checkpoint, start.path, sketch_of(shape), shapes)
+    return notes
 
 
 @contextmanager
@@ -78,11 +80,17 @@ def set_up(config: TrainConfig, device: torch.device) -> None:
         be_deterministic(config.compiles(device.type))
 
 
-def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunLog) -> Run:
+def build(start: Start, settled: Settled, data: Data, ranks: Ranks, log: RunLog) -> Run:
     """Build a run. It writes nothing until its folder is opened (folder.open_folder)."""
+    config = settled.of_launch
     device = ranks.device
     set_up(config, device)
-    stamps = ranks.from_main(lambda: check_shards(start, config, data))
+    stamps: list[tuple[str, int, int]] = []
+    with ranks.sharing_errors():
+        if ranks.is_main:
+            stamps = check_shards(start, config, data)
+            if start.weights:
+                load_weights(start.weights, config)
     tokenizer = None
     if config.sample_freq or config.hellaswag_freq or data.val_sets:
         tokenizer = tokenizer_on_all(data.tokenizer_record, ranks, log.warn)
@@ -105,7 +113,7 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
     validated_on = ""
     if data.val_sets:
         first = data.val_sets[0]
-        validated_on = f"{validation_rows(config, first.rows, len(data.val_sets))} rows of {first.identity}"
+        validated_on = f"{validation_rows(config, first.rows, len(data.val_sets))} rows of {first.digest}"
     return Run(
         config=config,
         ranks=ranks,
@@ -115,15 +123,15 @@ def build(start: Start, config: TrainConfig, data: Data, ranks: Ranks, log: RunL
         optimizer=optimizer,
         scaler=scaler,
         state=state,
-        rows=Mixture({source.identity: source.rows for source in data.sources}, data.phase, config.seed),
-        sources={source.shards.name: (source.identity, source.rows) for source in data.sources},
+        rows=Mixture({source.digest: source.rows for source in data.sources}, data.phase, config.seed),
+        sources={source.shards.name: (source.digest, source.rows) for source in data.sources},
         rows_per_epoch=rows_per_epoch(config, data),
         val_sets={val_set.shards.name: val_set.rows for val_set in data.val_sets},
         validated_on=validated_on,
         tokenizer=tokenizer,
         hellaswag=hellaswag,
         requests=Requests(ranks, config.max_hours if config.trains else 0, log.beat),
-        stored=stored(start, config, data, model, stamps, ranks),
+        stored=stored(start, settled, data, model, stamps, ranks),
         host_copy=HostCopy(ranks),
         last_scores=dict(state.scores),
     )
@@ -142,6 +150,13 @@ def check_shards(start: Start, config: TrainConfig, data: Data) -> list[tuple[st
     return stamps
 
 
+def load_weights(weights: dict, config: TrainConfig) -> None:
+    """Load the tensors of the weights of --init_from, which may come from the Hub, and check them."""
+    shape = config.shape(config.vocab_size)
+    load_cropped(weights, shape)
+    check_tensors(weights | {"optimizer": {}}, config.init_from, sketch_of(shape), {})
+
+
 def build_model(config: TrainConfig, ranks: Ranks) -> GPT:
     """Build the model on the device of each rank; restore() sets its weights."""
     device = ranks.device
@@ -150,7 +165,7 @@ def build_model(config: TrainConfig, ranks: Ranks) -> GPT:
     with device:
         model = GPT(config.shape(config.vocab_size), config, initialize=False)
     if config.is_fsdp:
-        parallel.shard(model, model.h, ranks, config.shards(ranks.world_size), config.precision)
+        parallel.shard(model, model.h, ranks, config.ranks_per_copy(ranks.world_size), config.precision)
     model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
     return model
 
@@ -192,9 +207,10 @@ def has_new_steps(start: Start, config: TrainConfig, data: Data) -> bool:
 
 
 def stored(
-    start: Start, config: TrainConfig, data: Data, model: GPT, stamps: list[tuple[str, int, int]], ranks: Ranks
+    start: Start, settled: Settled, data: Data, model: GPT, stamps: list[tuple[str, int, int]], ranks: Ranks
 ) -> dict[str, Any]:
     """Return what the checkpoints of this launch have besides tensors and state."""
+    config = settled.of_launch
     first_step = start.state.step
     first_row = start.state.rows_consumed
     if start.data and not has_new_steps(start, config, data):
@@ -202,7 +218,7 @@ def stored(
         first_row = start.data["first_row"]
     record: DataRecord = {
         "phase": asdict(data.phase),  # type: ignore[typeddict-item]  # plain types only
-        "sources": {source.shards.name: (source.shards.folder, source.identity) for source in data.sources},
+        "sources": {source.shards.name: (source.shards.folder, source.digest) for source in data.sources},
         "first_step": first_step,
         "first_row": first_row,
         "shards": stamps,
@@ -211,14 +227,14 @@ def stored(
     return {
         "format_version": FORMAT_VERSION,
         "model_config": asdict(model.config),
-        "options": {name: getattr(start.config, name) for name in STORED},
+        "options": {name: getattr(settled.of_run, name) for name in STORED},
         "data": record,
-        "launch": {"id": secrets.token_hex(8), "parent": parent, "how": how(config, data, ranks)},
+        "launch": {"id": secrets.token_hex(8), "parent": parent, "settings": settings_of(config, data, ranks)},
         **asdict(data.tokenizer_record),
     }
 
 
-def how(config: TrainConfig, data: Data, ranks: Ranks) -> dict[str, Any]:
+def settings_of(config: TrainConfig, data: Data, ranks: Ranks) -> dict[str, Any]:
     """Return all that determines a step besides the checkpoint, by name."""
     commit = git_commit()
     settings: dict[str, Any] = {
@@ -226,7 +242,7 @@ def how(config: TrainConfig, data: Data, ranks: Ranks) -> dict[str, Any]:
         "device": device_name(ranks.device),  # with the number of threads of a CPU
         "torch": str(torch.__version__),
         "commit": f"{commit[:12]}{commit[40:]}",  # after the 40 digits, whether files are changed
-        "data": ", ".join(f"{identity[:12]} {rows}" for identity, rows in sorted(data.phase.shares.items())),
+        "data": ", ".join(f"{digest[:12]} {rows}" for digest, rows in sorted(data.phase.shares.items())),
     }
     for name in STORED:
         if FIELDS[name].metadata["group"] in STEP_GROUPS and name not in NOT_OF_A_STEP:

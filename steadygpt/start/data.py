@@ -20,7 +20,7 @@ class DataSet(NamedTuple):
 
     shards: ShardSet
     rows: RowStream
-    identity: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,21 @@ class Data:
         return [source.shards for source in (*self.sources, *self.val_sets)]
 
 
-def open_data(start: Start, ranks: Ranks) -> Data:
+def open_data(start: Start, asked: TrainConfig, ranks: Ranks) -> Data:
     """Find the shards of a run and map them into memory on each rank, where they must be the same."""
-    data = ranks.on_each(lambda: find_data(start))
-    identities = {(shards.folder, shards.split): identity for shards, _, identity in (*data.sources, *data.val_sets)}
-    of_main = ranks.broadcast(identities)
-    ranks.on_each(lambda: check_identities(identities, of_main))
+    with ranks.sharing_errors():
+        data = find_data(start, asked)
+    digests = {(shards.folder, shards.split): digest for shards, _, digest in (*data.sources, *data.val_sets)}
+    digests_of_main = ranks.broadcast(digests)
+    with ranks.sharing_errors():
+        check_digests(digests, digests_of_main)
     return data
 
 
-def check_identities(identities: Mapping[tuple[str, str], str], of_main: Mapping[tuple[str, str], str]) -> None:
+def check_digests(digests: Mapping[tuple[str, str], str], of_main: Mapping[tuple[str, str], str]) -> None:
     """Compare the shards of this rank with those of rank 0, by folder and split."""
-    for folder, split in sorted(identities.keys() | of_main.keys()):
-        found = identities.get((folder, split), "none")
+    for folder, split in sorted(digests.keys() | of_main.keys()):
+        found = digests.get((folder, split), "none")
         expected = of_main.get((folder, split), "none")
         if found != expected:
             raise UserError(
@@ -64,9 +66,8 @@ def check_identities(identities: Mapping[tuple[str, str], str], of_main: Mapping
             )
 
 
-def find_data(start: Start) -> Data:
+def find_data(start: Start, config: TrainConfig) -> Data:
     """Find the shards of a run and map them into memory. A plan of a new run does without shards."""
-    config = start.config
     known = None
     content = start.checkpoint or start.weights
     if content:
@@ -96,46 +97,48 @@ def find_data(start: Start) -> Data:
     for shards in train_sets:
         shards = shards.for_vocab(vocab_size)
         rows = RowStream(shards.shards, config.context_length, order)
-        sources.append(DataSet(shards, rows, shards.identity()))
+        sources.append(DataSet(shards, rows, shards.digest()))
     validated = []
     for shards in val_sets:
         shards = shards.for_vocab(vocab_size)
-        validated.append(DataSet(shards, RowStream(shards.shards, config.context_length), shards.identity()))
-    named = {source.shards.name: (source.shards.folder, source.identity) for source in sources}
+        validated.append(DataSet(shards, RowStream(shards.shards, config.context_length), shards.digest()))
+    named = {source.shards.name: (source.shards.folder, source.digest) for source in sources}
     shares = shares_of(named, {name: weight for name, (_, weight) in places.items()})
-    phase = next_phase(start, named, shares)
+    phase = next_phase(start, config, named, shares)
     data = Data(tuple(sources), tuple(validated), phase, record, vocab_size)
     return replace(data, tokenizer_record=completed(record, known, data.folder) if known else record)
 
 
-def next_phase(start: Start, named: Mapping[str, tuple[str, str]], shares: dict[str, int]) -> Phase:
+def next_phase(
+    start: Start, config: TrainConfig, named: Mapping[str, tuple[str, str]], shares: dict[str, int]
+) -> Phase:
     """Return the phase that a run is in from here on: that of its checkpoint, unless the mixture is another one.
 
     Args:
-        named: name of a source -> folder, identity.
-        shares: identity -> rows of BLOCK_ROWS.
+        named: name of a source -> folder, digest.
+        shares: digest -> rows of BLOCK_ROWS.
     """
     if not start.data:
         return Phase(0, 0, shares, dict.fromkeys(shares, 0))
     before: Phase = start.data["phase"]
     if shares == before.shares:
         return before
-    if not start.config.allow_changes:
+    if not config.allow_changes:
         raise UserError(
             f"the training data is {mixture_text(named, shares)}, but the checkpoint was trained on "
             f"{mixture_text(start.data['sources'], before.shares)}; name the same data, or add --allow_changes to "
             "switch to this"
         )
     row = start.state.rows_consumed
-    rows_before = before.rows_used_at(row, start.config.seed)
+    rows_before = before.rows_used_at(row, config.seed)
     return Phase(before.number + 1, row, shares, dict.fromkeys(shares, 0) | rows_before)
 
 
 def mixture_text(sources: Mapping[str, tuple[str, str]], shares: Mapping[str, int]) -> str:
-    """Return sources, name -> (folder, identity), with their shares, in words."""
+    """Return sources, name -> (folder, digest), with their shares, in words."""
     texts = []
-    for name, (folder, identity) in sources.items():
-        texts.append(f"{name} {shares[identity] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {identity[:12]}...)")
+    for name, (folder, digest) in sources.items():
+        texts.append(f"{name} {shares[digest] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {digest[:12]}...)")
     return ", ".join(texts)
 
 

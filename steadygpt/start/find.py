@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint, weights or nothing; and the options that follow from it."""
+"""What a run starts from: a checkpoint, weights or nothing; and the options as asked for, which follow from it."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from steadygpt.base.text import labelled
 from steadygpt.checkpoint import files
 from steadygpt.config import EXCLUSIVE, FIELDS, STORED, TrainConfig
 from steadygpt.convert.weights import read_weights
-from steadygpt.log.metrics import Identity, read_run
+from steadygpt.log.metrics import RunIdentity, read_run
 from steadygpt.machine.ranks import Ranks
 from steadygpt.mirror.restore import find_newest
 
@@ -24,51 +24,63 @@ WITHOUT_TENSORS: dict[str, dict] = {"model": {}, "optimizer": {}}
 
 @dataclass
 class Start:
-    """What a run starts from, and what it is asked for. Tensors are on rank 0 only."""
+    """What a run starts from: a checkpoint, weights or nothing. Tensors are on rank 0 only."""
 
-    config: TrainConfig  # the options of this command; unset ones come from the checkpoint
     checkpoint: dict | None = None
     weights: dict | None = None  # of --init_from
     state: files.TrainState = field(default_factory=files.TrainState)
     data: files.DataRecord | None = None  # what the checkpoint was trained on
     path: Path | None = None  # of the checkpoint
     is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
-    run: Identity = field(default_factory=Identity)
+    identity: RunIdentity = field(default_factory=RunIdentity)
     downloaded: Path | None = None  # a file from the mirror, which is moved to `path` once the run writes
     renamed: Mapping[Path, Path] = field(default_factory=dict)  # damaged file -> its new name once the run writes
-    notes: list[str] = field(default_factory=list)  # for the plan, one line for each surprising choice
 
 
-def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) -> Start:
-    """Find on rank 0 what a run starts from, and merge its options with those of this command.
+def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) -> tuple[Start, TrainConfig, list[str]]:
+    """Find on rank 0 what a run starts from.
 
     Args:
         set_by: option of this command -> "flag" or "preset".
+
+    Returns: the start; the options as asked for, of which unset ones come from the checkpoint or the weights; a line
+        for the plan for each surprising choice.
     """
-    start = ranks.on_main(lambda: _find_on_main(command, set_by))
+    found = None
     for_others = None
-    if start:
-        for_others = replace(start)
-        if start.checkpoint:
-            for_others.checkpoint = start.checkpoint | WITHOUT_TENSORS
-        if start.weights:
-            for_others.weights = start.weights | WITHOUT_TENSORS
+    with ranks.sharing_errors():
+        if ranks.is_main:
+            found = _find(command, set_by)
+            start, asked, notes = found
+            without_tensors = replace(start)
+            if start.checkpoint:
+                without_tensors.checkpoint = start.checkpoint | WITHOUT_TENSORS
+            if start.weights:
+                without_tensors.weights = start.weights | WITHOUT_TENSORS
+            for_others = (without_tensors, asked, notes)
     received = ranks.broadcast(for_others)
-    return start or cast(Start, received)
+    return found or cast(tuple[Start, TrainConfig, list[str]], received)
 
 
 def agreed_command(
     command: TrainConfig, set_by: dict[str, str], ranks: Ranks
 ) -> tuple[TrainConfig, dict[str, str], list[str]]:
-    """Return the command of rank 0 and its set_by, and a line for each node whose options differ: they are ignored."""
-    of_main, set_by_main = ranks.broadcast((command, set_by))
+    """Return the command of rank 0 and its set_by, and a line for each node whose options differ: they are ignored.
+
+    Args:
+        set_by: see find_start().
+    """
+    of_main, set_by_of_main = ranks.broadcast((command, set_by))
     differing = []
     for name in set_by:
         if getattr(command, name) != getattr(of_main, name):
             differing.append(f"--{name} {getattr(command, name)!r}")
     line = f"{', '.join(differing)} on {socket.gethostname()}; the options of rank 0 count" if differing else ""
     lines = dict.fromkeys(filter(None, ranks.gather(line)))  # the same line once for all ranks of a node
-    return of_main, set_by_main, [labelled("ignored", line) for line in lines]
+    with ranks.sharing_errors():
+        if ranks.is_main:
+            of_main = with_checkpoint_dir(of_main, set_by_of_main)
+    return ranks.broadcast(of_main), set_by_of_main, [labelled("ignored", line) for line in lines]
 
 
 def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:
@@ -92,105 +104,124 @@ def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> Train
     return replace(config, resume=str(path), checkpoint_dir=str(path.parent))
 
 
-def _find_on_main(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
-    which = config.resume
-    folder = Path(config.checkpoint_dir)
+def _find(command: TrainConfig, set_by: Mapping[str, str]) -> tuple[Start, TrainConfig, list[str]]:
+    which = command.resume
+    folder = Path(command.checkpoint_dir)
+    resumed_folder = checked_folder(command)
+    if not which:
+        start, asked, notes = new_start(command, set_by)
+        if command.dry_run and files.checkpoint_files(folder):  # a plan is allowed there, training is not
+            note = f"{folder} already holds checkpoints; to train, use another --checkpoint_dir or --resume latest"
+            notes.append(labelled("folder", note))
+        return start, asked, notes
+    is_fork = _leads_elsewhere(resumed_folder, folder)
+    identity = RunIdentity() if is_fork else read_run(resumed_folder)
+    notes = notes_of_places(identity, command)
+    if command.mirror and command.trains and which in WORDS:
+        found, identity = find_newest(command.mirror, which, folder, identity)
+    elif command.mirror and which != "auto" and not (command.trains or files.checkpoint_files(folder)):
+        raise UserError(f"no checkpoints in {folder}, and only a run that trains restores them from {command.mirror}")
+    else:
+        found = files.find_checkpoint(which, folder)
+    if identity.name and "run_name" not in set_by:
+        command = replace(command, run_name=identity.name)
+    if found.checkpoint:
+        start, asked, further = resumed_start(found, command, set_by, identity, is_fork)
+        return start, asked, notes + further
+    start, asked, notes = new_start(command, set_by)
+    places = f"{folder} or {command.mirror}" if command.mirror else folder
+    notes.append(labelled("new run", f"from step 0: no checkpoints in {places}"))
+    return replace(start, identity=identity), asked, notes
+
+
+def checked_folder(command: TrainConfig) -> Path:
+    """Return the folder that --resume names, by default checkpoint_dir; check that the run may write to its own.
+
+    A new run needs a folder without checkpoints, and so does a fork, which resumes from another folder.
+    """
+    which = command.resume
+    folder = Path(command.checkpoint_dir)
     is_word = which in ("", *WORDS)
     path = folder if is_word else Path(which)
-    if which not in ("", "auto") and not path.exists() and not config.mirror:
+    if which not in ("", "auto") and not path.exists() and not command.mirror:
         if is_word:
             raise files.no_checkpoints(folder)
         raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
     resumed_folder = path if is_word or path.is_dir() else path.parent
-    is_fork = os.path.realpath(resumed_folder) != os.path.realpath(folder)  # resolve() raises for a loop of links
-    if config.trains or (is_fork and not config.eval_only):
+    if command.trains or (_leads_elsewhere(resumed_folder, folder) and not command.eval_only):
         files.check_folder(folder, resumed_folder / files.LATEST if which else None)
-    if not which:
-        start = _new_start(config, set_by)
-        if config.dry_run and files.checkpoint_files(folder):  # a plan is allowed there, training is not
-            note = f"{folder} already holds checkpoints; to train, use another --checkpoint_dir or --resume latest"
-            start.notes.append(labelled("folder", note))
-        return start
+    return resumed_folder
 
-    # Find the checkpoint.
-    run = Identity() if is_fork else read_run(resumed_folder)
-    notes = notes_of_places(run, config)
-    if config.mirror and config.trains and is_word:
-        found, run = find_newest(config.mirror, which, folder, run, files.find_checkpoint)
-    elif config.mirror and which != "auto" and not (config.trains or files.checkpoint_files(folder)):
-        raise UserError(f"no checkpoints in {folder}, and only a run that trains restores them from {config.mirror}")
-    else:
-        found = files.find_checkpoint(which, folder)
-    if run.name and "run_name" not in set_by:
-        config = replace(config, run_name=run.name)
-    checkpoint = found.checkpoint
-    if not (found.path and checkpoint):
-        text = f"from step 0: no checkpoints in {folder}"
-        if config.mirror:
-            text += f" or {config.mirror}"
-        start = _new_start(config, set_by)
-        start.notes.append(labelled("new run", text))
-        return replace(start, run=run)
+
+def _leads_elsewhere(path: Path, folder: Path) -> bool:
+    return os.path.realpath(path) != os.path.realpath(folder)  # resolve() raises for a loop of links
+
+
+def resumed_start(
+    found: files.Found, command: TrainConfig, set_by: Mapping[str, str], identity: RunIdentity, is_fork: bool
+) -> tuple[Start, TrainConfig, list[str]]:
+    """Return the start from a checkpoint, the options with those of the checkpoint, and lines for the plan."""
+    folder = Path(command.checkpoint_dir)
+    checkpoint = cast(dict, found.checkpoint)
     if not checkpoint["launch"]:
         raise UserError(f"{found.path}: converted weights, not a run. Start from them with --init_from {found.path}")
-
-    # Tell what is resumed, and with which options.
     renamed = {}
-    if config.trains and not is_fork:
+    if command.trains and not is_fork:
         renamed = {file: files.aside(file) for file in found.damaged}
+    notes = []
     for file, problem in found.damaged.items():
         text = f"{problem}; renamed {renamed[file].name}" if renamed else problem
         notes.append(labelled("skipped", text))
     notes += [labelled("skipped", line) for line in found.skipped]
-    restored = f" (restored from {config.mirror})" if found.downloaded else ""
+    restored = f" (restored from {command.mirror})" if found.downloaded else ""
     notes.append(labelled("resumed", f"from {found.path}{restored} at step {checkpoint['step']:,}"))
-    config, changes = resumed(checkpoint["options"], config, set_by)
+    asked, changes = with_stored_options(command, set_by, checkpoint["options"])
     notes += [labelled("changed", line) for line in changes]
     if is_fork:
         notes.append(labelled("fork", f"a new run in {folder}"))
-    elif run.copied_from:
-        notes.append(labelled("copy", f"of the run in {run.copied_from}: a new run in {folder}"))
-    return Start(
-        config,
+    elif identity.copied_from:
+        notes.append(labelled("copy", f"of the run in {identity.copied_from}: a new run in {folder}"))
+    start = Start(
         checkpoint,
         state=files.TrainState(**{name: checkpoint[name] for name in files.TrainState.__annotations__}),
         data=checkpoint["data"],
         path=found.path,
         is_fork=is_fork,
-        run=run,
+        identity=identity,
         downloaded=found.downloaded,
         renamed=renamed,
-        notes=notes,
     )
+    return start, asked, notes
 
 
-def notes_of_places(run: Identity, config: TrainConfig) -> list[str]:
+def notes_of_places(identity: RunIdentity, config: TrainConfig) -> list[str]:
     """Return a line for each place where the last launch wrote and this one does not: options say so at each launch."""
     notes = []
-    if run.mirror and not config.mirror and config.trains:
-        notes.append(labelled("mirror", f"none in this launch; the last one had --mirror {run.mirror}"))
-    if run.wandb and not config.use_wandb and config.trains:
+    if identity.mirror and not config.mirror and config.trains:
+        notes.append(labelled("mirror", f"none in this launch; the last one had --mirror {identity.mirror}"))
+    if identity.wandb and not config.use_wandb and config.trains:
         notes.append(labelled("wandb", "off in this launch; the last one had --use_wandb"))
     return notes
 
 
-def _new_start(config: TrainConfig, set_by: Mapping[str, str]) -> Start:
+def new_start(command: TrainConfig, set_by: Mapping[str, str]) -> tuple[Start, TrainConfig, list[str]]:
     """Return the start of a new run. Unset options of the model's shape come from the weights of --init_from."""
-    if config.init_from == "scratch":
-        return Start(config)
-    weights = read_weights(config.init_from, download=False)
+    if command.init_from == "scratch":
+        return Start(), command, []
+    weights = read_weights(command.init_from, download=False)
     ignored = {*set_by, "dropout", "vocab_size"}
     shape = {name: value for name, value in weights["model_config"].items() if name not in ignored}
-    note = labelled("weights", f"from {config.init_from}")
-    return Start(replace(config, **shape), weights=weights, notes=[note])
+    return Start(weights=weights), replace(command, **shape), [labelled("weights", f"from {command.init_from}")]
 
 
-def resumed(stored: Mapping[str, Any], config: TrainConfig, set_by: Mapping[str, str]) -> tuple[TrainConfig, list[str]]:
+def with_stored_options(
+    config: TrainConfig, set_by: Mapping[str, str], stored: Mapping[str, Any]
+) -> tuple[TrainConfig, list[str]]:
     """Return the options of a run that resumes, and a line for each option that changes.
 
     Args:
-        stored: the options of the checkpoint.
         set_by: see find_start().
+        stored: the options of the checkpoint.
     """
     options = dict(stored)
     changes = []

@@ -1,4 +1,4 @@
-"""The opening of a run's folder: the first write of a run, after everything that can refuse it has not."""
+"""The opening of a run's folder: the first write; all checks have passed."""
 
 import os
 import shutil
@@ -22,6 +22,7 @@ from steadygpt.checkpoint.files import (
     read_head,
 )
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
+from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import METRICS, write_run
 from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.mirror.restore import restore_logs
@@ -53,7 +54,6 @@ def check_space(folder: Path, needed: int, downloaded: Path | None) -> None:
 
 def open_folder(run: Run, start: Start) -> None:
     """Open the folder, mirror and logs of a run on rank 0, which has locked the folder."""
-    assert run.log.folder_lock
     config = run.config
     folder = Path(config.checkpoint_dir)
     needed = checkpoint_bytes(run.model, config.optimizer)
@@ -62,16 +62,43 @@ def open_folder(run: Run, start: Start) -> None:
     best = None
     if folder / BEST not in start.renamed:
         best = best_in_folder(run, folder)
-    mirror = Mirror(config.mirror, start.run.id, config.name) if config.mirror else None
-    if mirror and os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
-        raise UserError(f"--mirror {config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
+    mirror = None
+    if config.mirror:
+        mirror, best_in_mirror = claim_mirror(run, start, folder)
+        if best_in_mirror:
+            best = min(best or best_in_mirror, best_in_mirror)
+    take_over(folder, start, config, mirror)
+    if start.checkpoint:
+        run.repeats = steps_to_repeat(run, start, start.checkpoint)  # before the log grows
+    run.log.note(checkpoint_bytes=needed, best_val_loss=best.val_loss if best else None, **run.state.scores)
+    run.log.open(start.state.step, {"run": start.identity.id, **run.stored["launch"]})
+    if mirror:
+        run.uploads = Uploads(mirror, config, run.log)
+    after_write = run.uploads.start if run.uploads else lambda: None
+    assert run.log.folder_lock
+    run.writer = CheckpointWriter(config, run.log.folder_lock, run.log, best, after_write)
+    if start.checkpoint:
+        begin_at(run, start, start.checkpoint)
+        after_write()  # the choice of an older checkpoint is uploaded too
+
+
+def claim_mirror(run: Run, start: Start, folder: Path) -> tuple[Mirror, Best | None]:
+    """Claim the mirror for this launch; return it, and its best model if losses can be compared with it."""
+    mirror = Mirror(run.config.mirror, start.identity.id, run.config.name)
+    if os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
+        raise UserError(f"--mirror {run.config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
     index = Index("", "", "", {})
     with suppress(NoAnswer):  # then the first upload claims the mirror
-        if mirror:
-            index = mirror.patiently(mirror.claim)
+        index = mirror.patiently(mirror.claim)
+    best = Best.of(index.checkpoints[BEST]) if BEST in index.checkpoints else None
+    if best and best.validated_on != run.validated_on:
+        best = None
+    return mirror, best
 
-    # Prepare the folder. run.json comes first, so that a folder with a checkpoint always says which run it is.
-    write_run(folder, start.run.id, config)
+
+def take_over(folder: Path, start: Start, config: TrainConfig, mirror: Mirror | None) -> None:
+    """Give the folder its run.json, damaged files their new names, and a checkpoint from the mirror its place."""
+    write_run(folder, start.identity.id, config)  # first, so that a folder with a checkpoint says which run it is
     for damaged, name in start.renamed.items():  # under their old names, saves would replace or delete them
         damaged.rename(name)
     if start.downloaded and start.path:
@@ -79,42 +106,33 @@ def open_folder(run: Run, start: Start) -> None:
             mirror.patiently(partial(restore_logs, mirror, folder))
         os.replace(start.downloaded, start.path)
         fsync_folder(folder)
-    if BEST in index.checkpoints:
-        mirrored = Best.of(index.checkpoints[BEST])
-        if mirrored and mirrored.validated_on == run.validated_on:
-            best = min(best or mirrored, mirrored)
 
-    # What the run compares itself with, before its log grows.
-    checkpoint = start.checkpoint
-    launch = run.stored["launch"]
-    if checkpoint:
-        log_folder = start.path.parent if start.is_fork and start.path else folder
-        records = log_folder / METRICS
-        size = records.stat().st_size if records.exists() else 0
-        checkpoint["metrics_bytes"] = min(checkpoint["metrics_bytes"], size)  # the log may have been deleted
-        run.repeats = Repeats.read(
-            records,
-            checkpoint["metrics_bytes"],
-            start.state.step,
-            checkpoint["launch"],
-            launch["how"],
-            config.repeats_bits(run.ranks.device.type),
-        )
-    run.log.note(checkpoint_bytes=needed, best_val_loss=best.val_loss if best else None, **run.state.scores)
-    run.log.open(start.state.step, {"run": start.run.id, **launch})
 
-    if mirror:
-        run.uploads = Uploads(mirror, config, run.log)
-    after_write = run.uploads.start if run.uploads else lambda: None
-    run.writer = CheckpointWriter(config, run.log.folder_lock, run.log, best, after_write)
-    if checkpoint:
-        data = checkpoint["data"]
-        checkpoint = {**checkpoint, "data": {**data, "phase": asdict(data["phase"])}}  # plain types, as in the file
-        if start.is_fork:  # the fork's first checkpoint has this run's options
-            checkpoint = checkpoint | {name: run.stored[name] for name in ("options", "data", "launch")}
-            checkpoint["metrics_bytes"] = run.log.size_of(METRICS)
-        run.writer.begin_at(checkpoint, None if start.is_fork else start.path)
-        after_write()  # the choice of an older checkpoint is uploaded too
+def steps_to_repeat(run: Run, start: Start, checkpoint: dict) -> Repeats:
+    """Return the records of the steps after the checkpoint, from the log that led to it."""
+    folder = start.path.parent if start.is_fork and start.path else Path(run.config.checkpoint_dir)
+    records = folder / METRICS
+    size = records.stat().st_size if records.exists() else 0
+    checkpoint["metrics_bytes"] = min(checkpoint["metrics_bytes"], size)  # the log may have been deleted
+    return Repeats.read(
+        records,
+        checkpoint["metrics_bytes"],
+        start.state.step,
+        checkpoint["launch"],
+        run.stored["launch"]["settings"],
+        run.config.repeats_bits(run.ranks.device.type),
+    )
+
+
+def begin_at(run: Run, start: Start, checkpoint: dict) -> None:
+    """Make the checkpoint that the run resumes from the newest of the folder."""
+    assert run.writer
+    data = checkpoint["data"]
+    content = {**checkpoint, "data": {**data, "phase": asdict(data["phase"])}}  # plain types, as in the file
+    if start.is_fork:  # the fork's first checkpoint has this run's options
+        content |= {name: run.stored[name] for name in ("options", "data", "launch")}
+        content["metrics_bytes"] = run.log.size_of(METRICS)
+    run.writer.begin_at(content, None if start.is_fork else start.path)
 
 
 def best_in_folder(run: Run, folder: Path) -> Best | None:

@@ -139,7 +139,7 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
     """
     device = ranks.device
     world_size = ranks.world_size
-    shards = config.shards(world_size)
+    shards = config.ranks_per_copy(world_size)
     N = sum(map(torch.numel, model.parameters()))
     in_blocks = sum(map(torch.numel, model.h.parameters()))
     host: dict[str, float] = {COPY: checkpoint_bytes(model, config.optimizer, page_locked=device.type == "cuda")}

@@ -25,7 +25,7 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 
 
 def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
-    """Return what a run is going to do, a line for each subject, and a line for each surprising choice."""
+    """Return what a run is going to do, a line for each subject."""
     world_size = ranks.world_size
     model = sketch_of(config.shape(config.vocab_size))
     parameters = model.num_parameters()
@@ -59,13 +59,13 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
     lines["device"] = f"{world_size} x {device_name(ranks.device)}, {config.precision}"
     if world_size > 1 or config.is_fsdp:
         lines["device"] += f", {config.sharding}"
-    shape = (1, config.num_heads, config.context_length, config.head_size)
-    kernel = kernel_name(shape, AUTOCAST[config.precision], ranks.device, config.dropout)
+    queries = (1, config.num_heads, config.context_length, model.config.head_dim)
+    kernel = kernel_name(queries, AUTOCAST[config.precision], ranks.device, config.dropout)
     if kernel:
         lines["device"] += f", attention by {kernel}"
     if config.mirror:
         lines["mirror"] = config.mirror
-    return [*(labelled(name, text) for name, text in lines.items()), *start.notes]
+    return [labelled(name, text) for name, text in lines.items()]
 
 
 def last_row(start: Start, config: TrainConfig) -> int:
@@ -83,13 +83,13 @@ def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
             text += f" and {config.steps_per_epoch:,} steps per epoch"
         return [text]
     texts = []
-    for shards, rows, identity in data.sources:
+    for shards, rows, digest in data.sources:
         count = counted(len(shards.shards), "shard")
         text = f"{shards.num_tokens:,} training tokens in {count} of {shards.folder}"
         if len(data.sources) > 1:
-            share = data.phase.shares[identity] / BLOCK_ROWS
-            used = data.phase.rows_used_at(last_row(start, config), config.seed)  # identity -> rows
-            passes = used[identity] / rows.rows_per_epoch
+            share = data.phase.shares[digest] / BLOCK_ROWS
+            used = data.phase.rows_used_at(last_row(start, config), config.seed)  # digest -> rows
+            passes = used[digest] / rows.rows_per_epoch
             text = f"{shards.name}, {share:.1%} of the rows: {text}; {passes:,.2f} epochs by the end"
             if passes > MANY_EPOCHS:
                 text += f" -- MORE THAN {MANY_EPOCHS}, of little benefit"

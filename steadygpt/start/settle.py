@@ -1,6 +1,7 @@
-"""The settled options of a run: what its data, the machine and its length decide. Derived again at each launch."""
+"""The options of a run and of a launch, with what data, machine and length decide; derived again at each launch."""
 
 from dataclasses import replace
+from typing import NamedTuple, cast
 
 from optim import cooldown_start, learning_rate
 from steadygpt.base.text import counted, labelled
@@ -15,64 +16,84 @@ from steadygpt.start.find import Start
 SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
 
 
-def settle(start: Start, data: Data, ranks: Ranks) -> TrainConfig:
-    """Settle on rank 0, for all ranks, every option that the data, the machine or the length of the run decides.
+class Settled(NamedTuple):
+    """The options of a run, with every choice that the data, the machine or the length of the run decides."""
 
-    Precision, tokenizer, vocabulary and the tokens of a step hold for the whole run, so they are settled in
-    `start.config` too, which checkpoints store. `start.notes` get a line for each surprising choice.
-    """
+    of_run: TrainConfig  # as asked for, with what holds for the whole run; checkpoints store it
+    of_launch: TrainConfig  # with what this launch decides too: rows per micro-step, number of steps
+    notes: list[str]  # a line for the plan for each surprising choice
+
+
+def settle(start: Start, asked: TrainConfig, data: Data, ranks: Ranks) -> Settled:
+    """Settle the options on rank 0, for all ranks."""
     memory = 0  # of the rank that has least
-    if not start.config.mini_batch_size:
+    if not asked.mini_batch_size:
         memory = min(ranks.gather(memory_bytes(ranks.device)))
-    settled = ranks.from_main(lambda: _settle_on_main(start, data, memory, ranks))
-    start.config, config, start.notes = settled
-    return config
+    settled = None
+    with ranks.sharing_errors():
+        if ranks.is_main:
+            of_run, notes_of_run = for_run(start, asked, data, ranks)
+            of_launch, notes = for_launch(start, of_run, data, memory, ranks)
+            settled = Settled(of_run, of_launch, notes_of_run + notes)
+    return cast(Settled, ranks.broadcast(settled))
 
 
-def _settle_on_main(start: Start, data: Data, memory: int, ranks: Ranks) -> tuple[TrainConfig, TrainConfig, list[str]]:
-    requested = start.config
-    notes = list(start.notes)
+def for_run(start: Start, asked: TrainConfig, data: Data, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
+    """Return the options with precision, tokenizer, vocabulary and tokens of a step, and lines for the plan."""
+    notes = []
     world_size = ranks.world_size
-    requested.check_together()
-    requested.shards(world_size)
-    requested = replace(
-        requested,
-        precision=choose_precision(requested.precision, ranks.device),
+    asked.check_together()
+    asked.ranks_per_copy(world_size)
+    config = replace(
+        asked,
+        precision=choose_precision(asked.precision, ranks.device),
         tokenizer=data.tokenizer_record.tokenizer,
         vocab_size=data.vocab_size,
     )
-    if requested.micro_steps and not start.checkpoint:
-        requested = requested.with_tokens_of_step(world_size)
-    elif requested.micro_steps:
-        tokens_of_micro_step = requested.mini_batch_size * requested.context_length * world_size
-        if requested.micro_steps * tokens_of_micro_step != requested.total_batch_size:
-            text = f"--micro_steps {requested.micro_steps}; the run has {requested.total_batch_size:,} tokens per step"
+    if config.micro_steps and not start.checkpoint:
+        config = config.with_tokens_of_step(world_size)
+    elif config.micro_steps:
+        tokens_of_micro_step = config.mini_batch_size * config.context_length * world_size
+        if config.micro_steps * tokens_of_micro_step != config.total_batch_size:
+            text = f"--micro_steps {config.micro_steps}; the run has {config.total_batch_size:,} tokens per step"
             notes.append(labelled("ignored", text))
-    if start.config.tokenizer == "auto" and not start.checkpoint:
-        notes.append(note_of_vocabulary(data))
+    if asked.tokenizer == "auto" and not start.checkpoint:
+        note = note_of_vocabulary(data)
+        notes += [note] if note else []
     if start.data and start.data["phase"] != data.phase:
-        sources = {source.shards.name: (source.shards.folder, source.identity) for source in data.sources}
+        sources = {source.shards.name: (source.shards.folder, source.digest) for source in data.sources}
         before = mixture_text(start.data["sources"], start.data["phase"].shares)
         notes.append(labelled("changed", f"training data: {before} -> {mixture_text(sources, data.phase.shares)}"))
+    return config, notes
 
-    config = requested.with_even_rows(world_size)
+
+def for_launch(
+    start: Start, of_run: TrainConfig, data: Data, memory: int, ranks: Ranks
+) -> tuple[TrainConfig, list[str]]:
+    """Return the options with rows per micro-step and number of steps, and lines for the plan.
+
+    Args:
+        memory: bytes of the rank that has least, for --mini_batch_size auto.
+    """
+    notes = []
+    world_size = ranks.world_size
+    config = of_run.with_even_rows(world_size)
     if not config.mini_batch_size:
         from steadygpt.start.memory import with_fitting_rows
 
         config, note = with_fitting_rows(config, memory, ranks)
         notes.append(note)
-    elif config.mini_batch_size != requested.mini_batch_size:
+    elif config.mini_batch_size != of_run.mini_batch_size:
         where = f"each of {world_size} ranks" if world_size > 1 else "1 rank"
-        text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {requested.mini_batch_size}"
+        text = f"{config.mini_batch_size} per micro-step instead of --mini_batch_size {of_run.mini_batch_size}"
         text += f": a step has {counted(config.rows_per_step // world_size, 'row')} on {where}"
         notes.append(labelled("rows", text))
-
     has_length = config.max_steps or config.tokens_per_parameter or config.steps_per_epoch
     if not (data.sources or config.mix or has_length):
         config = replace(config, steps_per_epoch=max(1, FINEWEB_EDU_TOKENS // config.total_batch_size))
-    config = with_steps(config, rows_per_epoch(config, data), start.state.step, start.state.rows_consumed)
-    notes += notes_of_rates(config, start, rows_per_epoch(config, data))
-    return requested, config, [note for note in notes if note]
+    rows = rows_per_epoch(config, data)
+    config = with_steps(config, rows, start.state.step, start.state.rows_consumed)
+    return config, notes + notes_of_rates(config, start, rows)
 
 
 def rows_per_epoch(config: TrainConfig, data: Data) -> int:

@@ -19,6 +19,7 @@ import torch
 from conftest import MODERN, SLOW, in_ranks, load, run_here
 from ground import (
     acting_here,
+    agree,
     alter,
     around_write,
     latest,
@@ -47,7 +48,7 @@ CPU = Ranks(torch.device("cpu"))
 def run_of(config: TrainConfig, log, ranks: Ranks = CPU) -> SimpleNamespace:
     """Return what the functions of steadygpt/run/saving.py use of a run; its content is that of run_content()."""
     return SimpleNamespace(
-        config=config, ranks=ranks, log=log, state=TrainState(), rows_per_epoch=0, is_best=False, saved=None,
+        config=config, ranks=ranks, log=log, state=TrainState(), rows_per_epoch=0, validated_on="rows", saved=None,
         requests=Requests(ranks, max_hours=0), meter=Meter(), uploads=None,
         writer=writer_of(config, log) if ranks.is_main else None,
     )  # fmt: skip
@@ -72,7 +73,7 @@ def run(tmp_path, monkeypatch):
 
     def at(step: int, seconds: float = 0.0) -> list[str]:
         run.state.step, clock.now_s = step, clock.now_s + seconds
-        saving.save_if_due(run, saving.agree(run))
+        saving.save_if_due(run, agree(run))
         run.writer.wait()
         return [name for name in names(tmp_path) if name != ".lock"]
 
@@ -164,7 +165,7 @@ def test_timed_save_does_not_wait_for_a_slow_save_but_the_last_one_does_with_sig
     may_write = threading.Event()
     inject.around_write(lambda number, write: (may_write.wait(10), write()))
     for run.state.step in (10, 11):
-        saving.save_if_due(run, saving.agree(run))
+        saving.save_if_due(run, agree(run))
         run.clock.now_s += 1000
     assert run.captured == [10]
     run.log.beat.assert_not_called()
@@ -294,11 +295,9 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
                 measured.setdefault(state.loss, random.random())
                 state.scores = {"val_loss": measured[state.loss]}
                 state.validated_on = "rows"
-                run.is_best = run.writer.is_best(measured[state.loss], "rows")
             saving.save_if_due(run, is_due=random.random() < 0.5)
             saving.wait_for_save(run)
             run.state = TrainState(step=state.step + 1, rows_consumed=state.rows_consumed + 4, loss=random.random())
-            run.is_best = False
         rows = [row.split() for row in [*checkpoint_table(tmp_path)][1:-1]] if list(tmp_path.glob("*.pt")) else []
         for _, _, _, loss, val_loss, *_ in rows:
             known = [f"{measured[one]:.4f}" for one in measured if f"{one:.4f}" == loss]
@@ -359,10 +358,10 @@ def test_a_run_stops_after_ten_failed_saves_in_a_row_and_ten_intervals(run, inje
     inject.around_write(no_space)
     for step in range(110, 310, 10):  # many more saves than ten, by step
         run.at(step, seconds=29)
-    saving.agree(run)  # 580 s since the good save
+    agree(run)  # 580 s since the good save
     run.clock.now_s += 20
     with pytest.raises(Stopped, match="saves failed"):
-        saving.agree(run)
+        agree(run)
     events = [call.kwargs["event"] for call in run.log.warn.call_args_list]
     assert events == ["save failed", *[""] * 8, "save failed", *[""] * 19]
 
@@ -374,10 +373,10 @@ def test_without_timed_saves_ten_failed_ones_stop_the_run(run, inject):
     inject.around_write(no_space)
     for step in range(10, 100, 10):
         run.at(step)
-    saving.agree(run)
+    agree(run)
     run.at(100)
     with pytest.raises(Stopped, match="saves failed"):
-        saving.agree(run)
+        agree(run)
 
 
 def test_a_run_that_cannot_save_fails_with_one_warning_and_two_alerts(workdir, inject, capsys):

@@ -19,7 +19,7 @@ from test_convert_hf import assert_same_weights, checkpoint_of
 from convert_hf import write_folder
 from model import TABLES, GPTConfig
 from steadygpt.config import parse_args
-from steadygpt.convert.families import FAMILIES, find_family, read_config, resolved, to_foreign
+from steadygpt.convert.families import FAMILIES, find_family, read_config, to_foreign
 from steadygpt.convert.weights import load_model, read_weights
 
 transformers = pytest.importorskip("transformers")
@@ -129,8 +129,8 @@ def test_a_model_of_transformers_has_the_same_logits_when_imported(which, saved)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
     configuration = transformers.AutoConfig.for_model(kind).to_dict()
-    expected = resolved(GPTConfig(**read_config(configuration, "")[1]))
-    assert resolved(GPTConfig(**read_config({"model_type": kind}, "")[1])) == expected
+    expected = GPTConfig(**read_config(configuration, "")[1]).resolved()
+    assert GPTConfig(**read_config({"model_type": kind}, "")[1]).resolved() == expected
 
 
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}

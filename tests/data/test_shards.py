@@ -45,7 +45,7 @@ def test_the_advice_of_the_refusal_makes_the_ids_readable():
     for split in ("train", "val"):
         ids.astype("<u8").tofile(f"data/{split}.bin")
     with refusal("data/train.bin", "numpy.save") as raised:
-        find_data(Start(TrainConfig(data_dir="data", tokenizer="bytes", context_length=16)))
+        find_data(Start(), TrainConfig(data_dir="data", tokenizer="bytes", context_length=16))
     exec(re.search(r"numpy\.save\(.*\)", str(raised.value))[0], {"numpy": np, "ids": ids})
     assert open_shard(Path("data/train.npy")).tokens().tolist() == ids.tolist()
 
@@ -55,6 +55,6 @@ def test_training_reads_the_width_that_the_vocabulary_implies():
     for split in ("train", "val"):
         ids.astype("<u4").tofile(f"{split}.bin")
     config = TrainConfig(data_dir=".", tokenizer="ids:100300", context_length=16, shuffle_rows=False)
-    data = find_data(Start(config))
+    data = find_data(Start(), config)
     for source in (*data.sources, *data.val_sets):
         assert source.rows.read(0, 2)[:, 0].tolist() == ids[[0, 16]].tolist()

@@ -205,5 +205,5 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir, capsys):
     epoch = load("run/epoch_00005.pt")
     assert (epoch["step"], epoch["rows_consumed"]) == (93, 372)  # the first step after 370 rows
     assert epoch["epoch"] == pytest.approx(372 / 74)
-    assert re.fullmatch(r"[0-9a-f]{12}\+?", commit := launch_in("run/epoch_00005.pt").how["commit"])
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", commit := launch_in("run/epoch_00005.pt").settings["commit"])
     assert f"version      {__version__}, commit {commit[:12]}" in Path("run/log.txt").read_text()

@@ -45,7 +45,7 @@ from steadygpt.monitor.view import view
 from steadygpt.prepare.manifest import Manifest
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.step import judge
-from steadygpt.start.find import resumed
+from steadygpt.start.find import with_stored_options
 
 TASK = f"bundle/eval_data/{next(iter(TASKS.values()))[0]}/{next(iter(TASKS))}.jsonl"  # of CORE
 MANY = 2000  # files for each reader in the fault storm
@@ -247,7 +247,7 @@ def see_checkpoint() -> None:
 def see_log() -> None:
     path = Path("checkpoints/metrics.jsonl")
     see_monitor()
-    Repeats.read(path, 0, 2, {"id": "0" * 16, "parent": "", "how": {}}, {}, is_exact=True)
+    Repeats.read(path, 0, 2, {"id": "0" * 16, "parent": "", "settings": {}}, {}, is_exact=True)
     read_records(path)
 
 
@@ -318,7 +318,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         assert [*details(checkpoint)]
         if not is_of_a_run(checkpoint):
             raise UserError("converted weights")  # as find.py says it
-        options, _ = resumed(checkpoint["options"], config, {})
+        options, _ = with_stored_options(config, {}, checkpoint["options"])
         judge(options, checkpoint["recent_losses"], 0, lr=1.0, loss_scale=None, loss=1.0, grad_norm=1.0)
         check_tensors(checkpoint, "latest.pt", model, kept)
         assert checkpoint["rows_consumed"] == original["rows_consumed"]

@@ -21,7 +21,7 @@ def start_line(step: int, id: str = "1", parent: str = "", run: str = "a run", *
         "run": run,
         "id": id,
         "parent": parent,
-        "how": {},
+        "settings": {},
     }
     return line | more
 

@@ -53,7 +53,7 @@ def test_each_line_of_metrics_is_a_json_object(tmp_path):
     start, line = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert re.fullmatch(
         r'\{"step": 0, "time": \S+, "first_step": 0, "run": "tiny", "id": "[0-9a-f]{16}", "parent": "", '
-        r'"how": \{\}\}\n',
+        r'"settings": \{\}\}\n',
         start,
     )
     assert re.fullmatch(r'\{"step": 3, "time": \d+\.\d+, "loss": 2\.5, "grad_norm": null\}\n', line)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import FSDP, in_ranks, write_data
-from ground import batches_of, built, model_of, take_step
+from ground import agree, batches_of, built, model_of, take_step
 
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError
@@ -21,8 +21,8 @@ from steadygpt.config import TrainConfig
 from steadygpt.inference.scoring import Question, score
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.parallel import HostCopy, fill, settle_buckets, shard
-from steadygpt.machine.ranks import Ranks, Requests, Stopped, joined, launched_as
-from steadygpt.run.saving import agree, save
+from steadygpt.machine.ranks import Ranks, Request, Requests, Stopped, joined, launched_as
+from steadygpt.run.saving import save
 
 SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
 
@@ -63,7 +63,7 @@ def test_an_ignored_signal_stays_ignored_until_a_run_listens():
         requests.listen()
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(Stopped, match="SIGUSR1"):
-            requests.check()
+            requests.agree()
     finally:
         for number, handler in found.items():
             signal.signal(number, handler)
@@ -127,7 +127,7 @@ def a_stop_within_a_slow_step_stops_all_in_the_same_micro_step(folder: str, rank
 
 def a_fast_step_exchanges_requests_once(folder: str, ranks: Ranks) -> None:
     run = built("--data_dir", folder, "--total_batch_size", "512", ranks=ranks)
-    run.requests.agreed = [0.0, 0.0, 0.1]
+    run.requests.agreed = Request(step_s=0.1)
     exchanges = []
     exchange = Ranks.max_of
 
@@ -176,11 +176,11 @@ def test_of_several_reasons_the_first_one_counts():
     requests.ask("saves failed")
     requests.ask("SIGTERM")
     with pytest.raises(Stopped, match="saves failed"):
-        requests.check()
+        requests.agree()
     assert not requests.take_interrupt()  # no signal
     requests.ask("SIGTERM")
     assert requests.take_interrupt()
-    requests.check()
+    requests.agree()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,9 +334,9 @@ def test_the_environment_is_torchruns_or_a_mistake_of_one_line(monkeypatch, envi
 def test_max_hours_count_from_the_start_of_the_process():
     """A job's time limit does so too; importing and opening the data take minutes where disks are slow."""
     alone, age_h = Ranks(torch.device("cpu")), process_age_s() / 3600
-    Requests(alone, max_hours=age_h + 1).check()
+    Requests(alone, max_hours=age_h + 1).agree()
     with pytest.raises(Stopped, match="max_hours"):
-        Requests(alone, max_hours=age_h / 2).check()
+        Requests(alone, max_hours=age_h / 2).agree()
 
 
 def test_a_model_without_ddp_has_no_buckets_to_settle():

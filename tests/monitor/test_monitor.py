@@ -56,7 +56,7 @@ def write_run(folder: Path, heartbeat_age_s=1.0, warnings=(), **changes) -> Path
     (folder / "status.json").write_text(json.dumps(status))
     append(
         folder,
-        start_line(0, how={"ranks": 8, "max_lr": 1e-3}),
+        start_line(0, settings={"ranks": 8, "max_lr": 1e-3}),
         *({"step": step, "loss": 5.0 - step / 100} for step in range(100)),
         {"step": 100, "val_loss": 4, "val_bpb": 1.0625},
     )
@@ -189,7 +189,7 @@ def test_after_a_resume_the_steps_that_are_repeated_count_once(tmp_path):
     again = next(snapshots)
     assert again.curves == {"loss": [(s, 5.0 - s / 100 if s < 50 else 2.0) for s in range(60)], "val_loss": []}
     assert look(checkpoints).curves == again.curves
-    append(checkpoints, start_line(60, how={"a long": "x" * 70_000}), *({"step": s, "loss": 1.0} for s in (60, 61)))
+    append(checkpoints, start_line(60, settings={"long": "x" * 70_000}), *({"step": s, "loss": 1.0} for s in (60, 61)))
     append(checkpoints, start_line(61), {"step": 61, "loss": 0.5})
     assert next(snapshots).curves["loss"][59:] == [(59, 2.0), (60, 1.0), (61, 0.5)]
 

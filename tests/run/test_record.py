@@ -25,7 +25,7 @@ def run_of(config: TrainConfig, state: TrainState, log: object = None) -> Simple
     with torch.device("meta"):
         model = GPT(config.shape(257), config, initialize=False)
     return SimpleNamespace(
-        config=config, ranks=CPU, state=state, log=log, model=model, meter=Meter(), is_best=True, repeats=None,
+        config=config, ranks=CPU, state=state, log=log, model=model, meter=Meter(), repeats=None,
         rows_per_epoch=32, requests=SimpleNamespace(),
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_the_scores_of_the_weights_before_a_step_are_not_those_after_it():
     state = TrainState(scores={"val_loss": 3.0}, validated_on="rows")
     run = run_of(TrainConfig(), state)
     count_step(run, judged(run, 2.0))
-    assert (state.scores, state.validated_on, run.is_best) == ({}, "", False)
+    assert (state.scores, state.validated_on) == ({}, "")
 
 
 def times_left(monkeypatch, seconds: list[float]) -> dict[int, float]:

@@ -101,7 +101,7 @@ def test_only_logged_steps_are_compared(workdir, capsys):
 
 
 def start(step: int, id: str, parent: str, ranks: int = 1) -> dict:
-    return start_line(step, id, parent) | {"how": {"ranks": ranks}}
+    return start_line(step, id, parent) | {"settings": {"ranks": ranks}}
 
 
 def compared(*lines: dict) -> tuple[list[int], str]:
@@ -114,7 +114,7 @@ def compared(*lines: dict) -> tuple[list[int], str]:
     path.unlink(missing_ok=True)
     offset = write_lines(path, start(0, "A", ""), *steps(0, 4)).stat().st_size
     write_lines(path, *lines)
-    parent = {"id": "A", "parent": "", "how": {"ranks": 1}}
+    parent = {"id": "A", "parent": "", "settings": {"ranks": 1}}
     repeats = Repeats.read(path, offset, 4, parent, {"ranks": 1}, is_exact=True)
     return list(repeats.records), repeats.reason
 

@@ -71,7 +71,7 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
     other = replace(settled, max_steps=max(warmup + 1, round(factor * settled.max_steps)))
     checkpoint = with_options(run_content(0), **asdict(config))
     for step in range(0, settled.max_steps + 1, 1 + settled.max_steps // 20):
-        start = start_from(config, checkpoint | {"step": step, "rows_consumed": 4 * step})
+        start = start_from(checkpoint | {"step": step, "rows_consumed": 4 * step})
         lines = [line for line in notes_of_rates(settled, start, rows_per_epoch) if line.startswith("lr ")]
         assert not lines, (step, lines)
         before, now = (learning_rate(planned, step) for planned in (settled, other))
@@ -84,7 +84,7 @@ def test_only_a_resume_that_changes_the_learning_rate_says_so(schedule, cooldown
 
 def test_the_number_of_steps_that_the_epochs_give_is_recorded(workdir):
     assert run_here("--max_steps", "0", "--num_epochs", "1") == 0
-    assert launches("checkpoints")[0]["how"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0
+    assert launches("checkpoints")[0]["settings"]["max_steps"] == load("checkpoints/latest.pt")["step"] > 0
 
 
 @given(
@@ -111,7 +111,7 @@ def test_a_run_of_tokens_per_parameter_stops_resumes_and_goes_on_beyond(workdir)
     flags = [*tiny_without("max_steps"), "--data_dir", "data"]
     assert train.main([*flags, "--tokens_per_parameter", "0.02"]) == 0
     length = load("checkpoints/latest.pt")["step"]
-    assert launches("checkpoints")[0]["how"]["max_steps"] == length > 2
+    assert launches("checkpoints")[0]["settings"]["max_steps"] == length > 2
     assert train.main(["--resume", "latest", "--tokens_per_parameter", "0.03"]) == 0
     assert load("checkpoints/latest.pt")["step"] == pytest.approx(1.5 * length, abs=1)
     assert train.main(["--resume", "latest", "--max_steps", str(2 * length)]) == 0

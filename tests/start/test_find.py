@@ -9,7 +9,7 @@ from ground import options_of, run_content
 from steadygpt.base.options import UserError
 from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.config import FIELDS, STORED, TrainConfig, parse_args
-from steadygpt.start.find import resumed
+from steadygpt.start.find import with_stored_options
 
 
 def parse(*argv: str) -> TrainConfig:
@@ -19,6 +19,10 @@ def parse(*argv: str) -> TrainConfig:
 def stored(config: TrainConfig, **changes) -> dict:
     """Return the options that a checkpoint of a run with this configuration has."""
     return {name: getattr(config, name) for name in STORED} | changes
+
+
+def resumed(stored: dict, config: TrainConfig, set_by: dict) -> tuple[TrainConfig, list[str]]:
+    return with_stored_options(config, set_by, stored)
 
 
 def test_changed_options_are_reported():

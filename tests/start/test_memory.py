@@ -173,7 +173,7 @@ def test_each_launch_chooses_the_number_and_its_record_has_it(workdir, monkeypat
     monkeypatch.setattr(settles, "memory_bytes", lambda device: 10**9)
     assert run_here(*auto) == 0
     assert re.search(r"auto: [\d.]+ [kM]B \(estimated\); the limit is 600 MB of 1 GB\n", capsys.readouterr().out)
-    assert (options_in("a/latest.pt").mini_batch_size, launch_in("a/latest.pt").how["mini_batch_size"]) == (0, 4)
+    assert (options_in("a/latest.pt").mini_batch_size, launch_in("a/latest.pt").settings["mini_batch_size"]) == (0, 4)
     resume = ("--data_dir", "data", "--device", "cpu", "--resume", "--checkpoint_dir", "a")
     assert train.main([*resume, "--max_steps", "9"]) == 0
     said = capsys.readouterr().out

@@ -33,7 +33,7 @@ def test_time_and_cost_are_those_of_all_gpus_at_the_peak_of_the_precision(monkey
     seconds = times * 1900 * 524288 * MODEL.flops_per_token() / (0.4 * 989e12 * gpus)
     steps = f"1,900 steps take {duration_text(seconds)} on {gpus} x {H100}, at 40% of the peak in {precision}"
     expected = f"{steps}; they cost {gpus * seconds / 3600 * 2.5:,.2f}"
-    start = Start(config, state=TrainState(step=100))
+    start = Start(state=TrainState(step=100))
     assert time_text(start, config, MODEL, FOUR).removeprefix("unknown here; ") == expected
 
 
