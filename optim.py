@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model import GPT, GPTConfig, sketch_of
 from steadygpt.base.options import option
-from steadygpt.machine.parallel import full_tensor, own_part
+from steadygpt.machine.parallel import full_tensor, local_parts
 from steadygpt.machine.ranks import Ranks
 
 Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
@@ -289,7 +289,7 @@ class Muon(torch.optim.AdamW):
             scaled = []
             for rows, update in zip(parts, updates, strict=False):  # takes as many updates as there are parts
                 scaled.append(update * math.sqrt(max(1, rows / parameter.size(1))))
-            own, update = own_part(parameter, torch.cat(scaled))
+            own, update = local_parts(parameter, torch.cat(scaled))
             own.mul_(1 - group["lr"] * group["weight_decay"])
             own.add_(update, alpha=-group["lr"])
 

@@ -83,14 +83,15 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
             # Add its gradients to those of the other micro-batches.
             run.scaler.scale(mean.sum() / grad_accum_steps).backward()
         means.append(mean.detach())
-    # Clip the gradient. Whatever reads gradients as they are stands before this.
+    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     run.scaler.unscale_(run.optimizer)
+    # The gradients are whole here, and not clipped yet. A further scalar in `measured` is logged with the step; under
+    # FSDP, full_tensor() makes it whole.
+    # Clip the gradients.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     run.scaler.update()
-    # Average what was measured over micro-steps and ranks, so that all ranks decide alike about a NaN or a spike.
-    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     measured["grad_norm"] = full_tensor(grad_norm)
-    # A further scalar in `measured` is logged with the step; under FSDP, full_tensor() makes it whole.
+    # Average what was measured over micro-steps and ranks, so that all ranks decide alike about a NaN or a spike.
     numbers, run.requests.agreed = run.ranks.step_numbers(measured, run.requests.of_this_rank())
     # Decide whether the update is applied.
     loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None

@@ -150,7 +150,7 @@ def _val_set(run, name: str):
 
 _POINTS = [
     (train, "train_step"), (train, "train_to_end"), (build, "build_model"), (build, "tokenizer_on_all"),
-    (parallel, "shard"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
+    (parallel, "shard_model"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "write"),
     (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (scoring, "score_batch"), (RunLog, "open"),
@@ -241,8 +241,8 @@ def around_model(before: Callable[[], object] = bool, after: Callable[[Any], obj
 
 def before_sharding(do: Callable[[Any], object]) -> None:
     """Call do(model) before FSDP shards the model."""
-    shard = parallel.shard
-    parallel.shard = lambda model, *args: (do(model), shard(model, *args))[1]
+    shard_model = parallel.shard_model
+    parallel.shard_model = lambda model, *args: (do(model), shard_model(model, *args))[1]
 
 
 def in_place_of_training(do: Callable[[], int]) -> None:

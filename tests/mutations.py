@@ -169,8 +169,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/log/metrics.py", 'os.path.realpath(folder) != record["folder"] and', "",
      "checkpoint/test_identity"),
     ("steadygpt/monitor/snapshot.py", "if not snapshot.owner and is_here:", "if False:", "monitor/test_monitor"),
-    ("steadygpt/mirror/uploads.py", "if file.order > complete.get(",
-     "if file.order >= complete.get(", "mirror/test_mirror"),
+    ("steadygpt/mirror/uploads.py", "if file.recency > complete.get(",
+     "if file.recency >= complete.get(", "mirror/test_mirror"),
     ("steadygpt/log/metrics.py", '< launch["first_step"]', '<= launch["first_step"]', "log/test_metrics"),
     ("steadygpt/log/metrics.py", "fsync(self.file.fileno())", "pass", "log/test_runlog checkpoint/test_writer"),
     # The model, samples, scores.

@@ -18,7 +18,7 @@ from steadygpt.config import FIELDS, TrainConfig
 from steadygpt.convert.weights import load_model, read_weights
 from steadygpt.inference.scoring import Question, score
 from steadygpt.machine.device import evaluating
-from steadygpt.machine.parallel import fill, shard
+from steadygpt.machine.parallel import fill, shard_model
 from steadygpt.machine.ranks import Ranks, joined
 
 ALONE = Ranks(torch.device("cpu"))
@@ -105,7 +105,7 @@ def compare_shards() -> None:
             whole = small(**shape | {"dropout": 0.0})
             with torch.device("meta"):
                 model = GPT(whole.config, initialize=False)
-            shard(model, model.h, ranks, 2, "fp32")
+            shard_model(model, model.h, ranks, 2, "fp32")
             model.fill_rotary(ranks.device)
             fill(model, whole.state_dict().__getitem__, ranks)
             found, expected = gradients(model), gradients(whole)

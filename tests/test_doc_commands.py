@@ -20,7 +20,7 @@ from conftest import REPO, TINY, write_data
 import convert_hf
 import generate
 import hellaswag_eval
-import look
+import inspect_data
 import prepare_dataset
 import train
 from steadygpt import config
@@ -31,7 +31,7 @@ OPTIONS = {
     "convert_hf.py": convert_hf.ConvertOptions,
     "generate.py": generate.GenerateOptions,
     "hellaswag_eval.py": hellaswag_eval.EvaluationOptions,
-    "look.py": look.LookOptions,
+    "inspect_data.py": inspect_data.InspectOptions,
     "monitor_training.sh": monitor_training.MonitorOptions,
     "prepare_dataset.py": prepare_dataset.PrepareOptions,
     "scripts/upload_manager.py": upload_manager.ManagerOptions,
@@ -105,7 +105,7 @@ def test_every_page_that_shows_the_trainer_is_read():
 # running
 
 MAINS = {
-    "convert_hf.py": convert_hf.main, "generate.py": generate.main, "look.py": look.main,
+    "convert_hf.py": convert_hf.main, "generate.py": generate.main, "inspect_data.py": inspect_data.main,
     "prepare_dataset.py": prepare_dataset.main, "train.py": train.main,
     "list_checkpoints.sh": lambda argv: train.main(["--list_checkpoints", *argv]),
     "resume_training.sh": lambda argv: train.main(["--resume", "latest", *argv, *TRAINED]),

@@ -75,7 +75,7 @@ def test_imports_go_down_from_floor_to_floor_in_no_circle():
 
 @pytest.mark.parametrize(("module", "other"), [
     ("model", "steadygpt.config"), ("steadygpt.base.text", "steadygpt.machine.ranks"), ("optim", "dataloader"),
-    ("steadygpt.start.plan", "look"), ("generate", "train"), ("evaluation", "generate"),
+    ("steadygpt.start.plan", "inspect_data"), ("generate", "train"), ("evaluation", "generate"),
 ])  # fmt: skip
 def test_an_import_upward_is_found(module, other, tmp_path):
     file = tmp_path / "module.py"
@@ -85,7 +85,7 @@ def test_an_import_upward_is_found(module, other, tmp_path):
 
 def test_training_loads_no_other_command_and_imports_have_no_side_effects():
     others = OF_COMMANDS - {"train"}
-    assert {"convert_hf", "look", "prepare_dataset"} <= others
+    assert {"convert_hf", "inspect_data", "prepare_dataset"} <= others
     script = f"""
 import importlib, sys, optim
 import train

@@ -1,1 +1,1 @@
-"""Checkpoints: content, saves in the background, the mirror."""
+"""Checkpoints: names, content, saves in the background."""

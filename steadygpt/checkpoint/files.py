@@ -184,7 +184,7 @@ def check_tensors(
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The fields of a checkpoint that put it in order, and those that tables and mirrors show."""
+    """The fields of a checkpoint that say how recent it is, and those that tables and mirrors show."""
 
     # At most half of what CheckpointContent allows, so that later ones fit.
     saved_at: Annotated[float, Meta(ge=0, le=2**40)]
@@ -196,7 +196,7 @@ class Head:
     format_version: int = FORMAT_VERSION
 
     @property
-    def order(self) -> tuple[float, int]:
+    def recency(self) -> tuple[float, int]:
         """Return a key that is larger for the newer of two checkpoints, and equal for copies of one save."""
         return self.saved_at, self.step
 
@@ -211,9 +211,9 @@ class File(NamedTuple):
     size: int = 0  # in bytes
 
     @property
-    def order(self) -> tuple[float, int]:
-        """Return Head.order; it is smaller than all others if the head cannot be read."""
-        return self.head.order if self.head else (0.0, -1)
+    def recency(self) -> tuple[float, int]:
+        """Return Head.recency; it is smaller than all others if the head cannot be read."""
+        return self.head.recency if self.head else (0.0, -1)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -242,7 +242,7 @@ def scan(folder: Path) -> list[File]:
     after latest.pt, because every save replaces latest.pt. Names of one save are in the order of checkpoint_files().
     """
     files = []
-    latest_order: tuple[float, int] = (math.inf, 0)
+    latest_recency: tuple[float, int] = (math.inf, 0)
     for path in checkpoint_files(folder):
         head = None
         problem = ""
@@ -258,20 +258,25 @@ def scan(folder: Path) -> list[File]:
                 continue
             problem = str(error).removeprefix(f"{path}: ")
         if head and path.name == LATEST:
-            latest_order = head.order
+            latest_recency = head.recency
         files.append(File(path, head, problem, inode, size))
-    return sorted(files, key=lambda file: (file.order if file.head else latest_order, bool(file.head)), reverse=True)
+
+    def key(file: File) -> tuple[tuple[float, int], bool]:
+        return file.recency if file.head else latest_recency, file.head is not None
+
+    return sorted(files, key=key, reverse=True)
 
 
-def too_old(orders: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int) -> list[str]:
+def too_old(recencies: Mapping[str, tuple[float, int]], keep: int, keep_epochs: int) -> list[str]:
     """Return the names of all but the `keep` newest rolling checkpoints and `keep_epochs` newest epochs; 0 keeps all.
 
     Args:
-        orders: Head.order of each checkpoint, by name.
+        recencies: Head.recency of each checkpoint, by name.
     """
     names: list[str] = []
     for tier, count in {"rolling": keep, "epoch": keep_epochs}.items():
-        newest_first = sorted((name for name in orders if name.startswith(tier)), key=orders.__getitem__, reverse=True)
+        of_tier = [name for name in recencies if name.startswith(tier)]
+        newest_first = sorted(of_tier, key=recencies.__getitem__, reverse=True)
         names += newest_first[count:] if count else []
     return names
 
@@ -294,12 +299,12 @@ def no_checkpoints(folder: Path) -> UserError:
     """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
     if Path(folder, "config.json").exists():
         return UserError(f"{folder}: a Hugging Face folder, not one of a run; start a run with --init_from {folder}")
-    orders_below = []
+    found_below = []
     for subfolder in folder.glob("*/"):
         with suppress(Unreadable):
-            orders_below += [(file.order, file.path.parent) for file in scan(subfolder)]
-    if orders_below:
-        _, newest_folder = max(orders_below)
+            found_below += [(file.recency, file.path.parent) for file in scan(subfolder)]
+    if found_below:
+        _, newest_folder = max(found_below)
         advice = f", such as {newest_folder}"
     else:
         advice = ""
@@ -328,7 +333,7 @@ def intact_checkpoints(files: Iterable[File]) -> Iterator[tuple[Path, dict]]:
     """Yield each intact save once, however many names it has. Skipped files are reported on stderr."""
     seen = set()
     for file in files:
-        if file.order in seen:
+        if file.recency in seen:
             continue
         try:
             content = read_checkpoint(file.path)

@@ -67,9 +67,9 @@ class CheckpointWriter:
         self.folder = Path(config.checkpoint_dir)
         for stale in stale_files(self.folder):
             stale.unlink()
-        # Head.order of each checkpoint whose head can be read; other files are never deleted. The folder is scanned
+        # Head.recency of each checkpoint whose head can be read; other files are never deleted. The folder is scanned
         # once, because a save changes few names.
-        self.orders = {file.path.name: file.order for file in files.scan(self.folder) if file.head}
+        self.recencies = {file.path.name: file.recency for file in files.scan(self.folder) if file.head}
         self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: there are none
         self.started_at_s = time.monotonic()  # when the newest save began, or when this writer was made
         self.saved_at_s = time.monotonic()  # when the last good save ended, or when this writer was made
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """Return the names that no checkpoint has."""
-        return [name for name in names if name not in self.orders]
+        return [name for name in names if name not in self.recencies]
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight, or for `timeout_s`, and return whether none is."""
@@ -129,7 +129,7 @@ class CheckpointWriter:
             self.is_lost = isinstance(error, FolderLost)
             text = f"{self.folder / files.LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             missing = f"there is no {' or '.join(names)}" if names else ""
-            if any((self.folder / name).exists() for name in self.orders) and not self.is_lost:
+            if any((self.folder / name).exists() for name in self.recencies) and not self.is_lost:
                 text += "; older saves are intact" + (f", but {missing}" if missing else "")
             elif not self.is_lost:
                 text += "; no save is in the folder"
@@ -154,30 +154,30 @@ class CheckpointWriter:
         self.check_folder()
         latest = self.folder / files.LATEST
         step = content["step"]
-        orders = self.orders
+        recencies = self.recencies
         # Later than all other checkpoints, even if the clock was set back.
-        newest_s, _ = max(orders.values(), default=(0.0, 0))
+        newest_s, _ = max(recencies.values(), default=(0.0, 0))
         saved_at = max(time.time(), newest_s + 0.001)
-        order = (saved_at, step)
+        recency = (saved_at, step)
         checkpoint = {**content, "saved_at": saved_at}
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
             self.check_folder()  # again: writing gigabytes takes a while
             # The user may have moved latest.pt meanwhile.
-            if orders.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
+            if recencies.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
                 link_file(latest, self.folder / files.BACKUP)
             for name in names:  # best_model.pt is the last one, after all that may fail for lack of space
                 link_file(temporary, self.folder / name)
-                orders[name] = order
+                recencies[name] = recency
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # a file of gigabytes, which would stay until the next save
             raise
         fsync_folder(self.folder)  # only now is it durable, so only now may older files go
-        orders[files.LATEST] = order
-        for name in files.too_old(orders, self.config.keep_checkpoints, self.config.keep_epochs):
+        recencies[files.LATEST] = recency
+        for name in files.too_old(recencies, self.config.keep_checkpoints, self.config.keep_epochs):
             (self.folder / name).unlink(missing_ok=True)
-            del orders[name]
+            del recencies[name]
 
     def check_folder(self) -> None:
         if not leads_to_lock(self.folder, self.lock):
@@ -190,12 +190,12 @@ class CheckpointWriter:
         first save.
         """
         latest = self.folder / files.LATEST
-        order = (checkpoint["saved_at"], checkpoint["step"])
+        recency = (checkpoint["saved_at"], checkpoint["step"])
         is_latest = path is not None and latest.exists() and latest.samefile(path)
         if not is_latest and os.path.lexists(latest):
             try:
                 files.read_checkpoint(latest)
             except UserError:  # it is damaged, or cannot be read at this moment
                 self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(files.aside(latest)).name}")
-        if not is_latest or order < max(self.orders.values(), default=order):
+        if not is_latest or recency < max(self.recencies.values(), default=recency):
             self.write(checkpoint, [])

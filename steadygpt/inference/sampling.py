@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model import GPT, KVCache
 from steadygpt.data.tokenizer import Tokenizer
-from steadygpt.machine.device import Recorded, any_length, evaluating
+from steadygpt.machine.device import CapturedGraph, any_length, evaluating
 from steadygpt.machine.parallel import is_sharded
 
 
@@ -71,7 +71,7 @@ def recorded_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor]
         position.add_(1)
         return logits
 
-    replay = Recorded(step, like.device)
+    replay = CapturedGraph(step, like.device)
 
     def next_logits(last_token: Tensor) -> Tensor:
         token.copy_(last_token)

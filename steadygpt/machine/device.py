@@ -121,7 +121,7 @@ def any_length():
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-class Recorded:
+class CapturedGraph:
     """A function whose kernels a GPU launches at once, as a CUDA graph, from its second call on.
 
     Each call works on the same memory, so it overwrites the result of the call before. In the first call, libraries

@@ -37,7 +37,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
-def own_part(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def local_parts(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Return this rank's shard of the first tensor, and the same part of the second, which is whole on every rank.
 
     Both tensors are returned as they are if the first is not sharded.
@@ -51,7 +51,7 @@ def own_part(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     return sharded.to_local(), part.to_local()
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: int, precision: str) -> None:
+def shard_model(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, shards: int, precision: str) -> None:
     """Shard parameters, gradients and optimizer state over the ranks, block by block, in place (FSDP2).
 
     Args:
@@ -150,7 +150,7 @@ def _copy_from_main(source: Tensor | None, target: Tensor, ranks: Ranks) -> None
         whole = source
     if ranks.world_size > 1:
         dist.broadcast(whole, src=0)
-    own_target, own_source = own_part(target, whole)
+    own_target, own_source = local_parts(target, whole)
     own_target.copy_(own_source)
 
 

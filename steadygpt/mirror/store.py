@@ -175,17 +175,17 @@ class Mirror:
         entries = dict(self.claim().checkpoints)  # claimed again: another launch may have claimed the mirror meanwhile
         self.upload_files(config, sizes)
         # Uploads that fall behind begin with the newest checkpoint, so older ones may come later.
-        newest, *older = sorted({entry, *entries.values()}, key=lambda entry: entry.order, reverse=True)
+        newest, *older = sorted({entry, *entries.values()}, key=lambda entry: entry.recency, reverse=True)
         entries |= dict.fromkeys(names, entry)
         entries[LATEST] = newest
         if older:
             entries[BACKUP] = older[0]
         newest_first = sorted(
-            entries.items(), key=lambda item: (item[1].order, item[0] == LATEST, item[0]), reverse=True
+            entries.items(), key=lambda item: (item[1].recency, item[0] == LATEST, item[0]), reverse=True
         )
         entries = dict(newest_first)
-        orders = {name: entry.order for name, entry in entries.items()}
-        for name in too_old(orders, KEEP, config.keep_epochs):
+        recencies = {name: entry.recency for name, entry in entries.items()}
+        for name in too_old(recencies, KEEP, config.keep_epochs):
             del entries[name]
         self._write(entries)
         for name in sizes.keys() - {entry.file for entry in entries.values()}:

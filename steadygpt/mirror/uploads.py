@@ -29,7 +29,7 @@ def open_uploads(run_id: str, config: TrainConfig, log: RunLog) -> "Uploads":
     mirror = Mirror(config.mirror, run_id, config.name)
     newest = next(iter(scan(Path(config.checkpoint_dir))))
     uploaded = mirror.patiently(mirror.index).checkpoints.get(LATEST)
-    if uploaded and uploaded.order > newest.order:
+    if uploaded and uploaded.recency > newest.recency:
         raise UserError(
             f"{config.mirror} has a newer checkpoint than {config.checkpoint_dir}, of step {uploaded.step:,}; resume "
             "from it"
@@ -48,7 +48,7 @@ class Uploads:
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
         self.requests: Queue[None] = Queue(maxsize=1)  # one that waits serves all that come meanwhile
         self.is_last = False
-        self.corrupt: set[tuple[float, int]] = set()  # File.order of local saves
+        self.corrupt: set[tuple[float, int]] = set()  # File.recency of local saves
         self.uploaded_at_s = -math.inf  # when the last upload of a checkpoint began
         self.failing_since_s = math.inf
         self.thread = Thread(target=self._work, name="uploads", daemon=True)
@@ -101,7 +101,7 @@ class Uploads:
         """Upload the newest checkpoint that the mirror lacks, and request the next one."""
         entries = self.mirror.claim().checkpoints
         sizes = self.mirror.sizes()
-        complete = {name: entry.order for name, entry in entries.items() if sizes.get(entry.file) == entry.size}
+        complete = {name: entry.recency for name, entry in entries.items() if sizes.get(entry.file) == entry.size}
         files = self._newest_missing(complete)
         if not files:
             if self.is_last:
@@ -116,13 +116,13 @@ class Uploads:
             head = read_head(self.copy)
             if head != files[0].head:  # training has replaced it meanwhile
                 return
-            if head.order not in {entry.order for entry in entries.values()}:
+            if head.recency not in {entry.recency for entry in entries.values()}:
                 read_checkpoint(self.copy)
         except FileNotFoundError:  # training has deleted it
             return
         except UserError as error:
             self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(path)))
-            self.corrupt.add(files[0].order)
+            self.corrupt.add(files[0].recency)
             return
         file = f"step_{head.step:06d}-{head.saved_at:.6f}.pt"
         entry = Entry(file=file, size=self.copy.stat().st_size, **vars(head))
@@ -135,16 +135,16 @@ class Uploads:
         """Return the newest checkpoint to upload, under all its names; [] if there is none.
 
         Args:
-            complete: Head.order of each name whose file is complete in the mirror.
+            complete: Head.recency of each name whose file is complete in the mirror.
         """
         files = [file for file in scan(Path(self.config.checkpoint_dir)) if file.path.name != BACKUP]
-        newer = [file for file in files if file.order > complete.get(file.path.name, (0.0, -1))]
-        orders = complete | {file.path.name: file.order for file in newer}
-        dropped = too_old(orders, KEEP, self.config.keep_epochs)
-        missing = [file for file in newer if file.path.name not in dropped and file.order not in self.corrupt]
+        newer = [file for file in files if file.recency > complete.get(file.path.name, (0.0, -1))]
+        recencies = complete | {file.path.name: file.recency for file in newer}
+        dropped = too_old(recencies, KEEP, self.config.keep_epochs)
+        missing = [file for file in newer if file.path.name not in dropped and file.recency not in self.corrupt]
         # Timed saves belong to no tier, so latest.pt is their only name.
         takes_timed_saves = self.is_last or time.monotonic() - self.uploaded_at_s >= TIMED_S
-        for _, group in groupby(missing, lambda file: file.order):
+        for _, group in groupby(missing, lambda file: file.recency):
             save = list(group)
             is_timed = [file.path.name for file in save] == [LATEST]
             if takes_timed_saves or not is_timed:

@@ -1,1 +1,1 @@
-"""A run before and while it trains: history, data, launches, plan, memory, schedule, outputs, results, summary."""
+"""What surrounds a step: its record, saves, repeated steps, the schedule of names, the summary."""

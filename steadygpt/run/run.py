@@ -66,7 +66,7 @@ class Run:
     hellaswag: Suite | None
     # What surrounds a step:
     requests: Requests  # to stop and to save
-    stored: dict[str, Any]  # what checkpoints have besides tensors and state
+    fixed_content: dict[str, Any]  # of the checkpoints of this launch: all but tensors and state
     host_copy: HostCopy  # the host memory for a copy of weights and optimizer state
     meter: Meter = field(default_factory=Meter)
     last_scores: Scores = field(default_factory=dict)  # of the last evaluations, perhaps of an earlier step

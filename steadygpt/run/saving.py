@@ -70,7 +70,7 @@ def save(run: Run, names: list[str]) -> None:
 def content_of(run: Run) -> dict:
     """Copy a checkpoint's content to rank 0's host memory; the copy is valid until the next call."""
     return {
-        **run.stored,
+        **run.fixed_content,
         **asdict(run.state),
         **run.host_copy.copy(run.model, run.optimizer),
         "elapsed_s": run.state.total_s(),

@@ -43,7 +43,7 @@ class StepResult:
             return f"step {self.step}: loss {self.loss}, gradient norm {self.grad_norm}{reason}{skipped}"
         if not self.spike:
             return ""
-        look = f"python look.py --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step}"
+        look = f"python inspect_data.py --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step}"
         distance = f"{self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} before"
         return f"step {self.step}: loss {self.loss:.4f} is {distance}{skipped}; to see its rows: {look}"
 

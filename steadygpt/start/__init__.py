@@ -1,1 +1,1 @@
-"""The start of a run: what it continues, its data, its settled options, its plan. All of it only reads."""
+"""The start of a run: what it resumes, its data, its options, its plan, its folder. Only folder.py writes."""

@@ -131,7 +131,7 @@ def build(start: Start, settled: Settled, data: Data, ranks: Ranks, log: RunLog)
         tokenizer=tokenizer,
         hellaswag=hellaswag,
         requests=Requests(ranks, config.max_hours if config.trains else 0, log.beat),
-        stored=stored(start, settled, data, model, stamps, ranks),
+        fixed_content=fixed_content(start, settled, data, model, stamps, ranks),
         host_copy=HostCopy(ranks),
         last_scores=dict(state.scores),
     )
@@ -165,8 +165,8 @@ def build_model(config: TrainConfig, ranks: Ranks) -> GPT:
     with device:
         model = GPT(config.shape(config.vocab_size), config, initialize=False)
     if config.is_fsdp:
-        parallel.shard(model, model.h, ranks, config.ranks_per_copy(ranks.world_size), config.precision)
-    model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard left undefined
+        parallel.shard_model(model, model.h, ranks, config.ranks_per_copy(ranks.world_size), config.precision)
+    model.fill_rotary(ranks.device)  # a buffer, which to_empty() in parallel.shard_model left undefined
     return model
 
 
@@ -206,7 +206,7 @@ def has_new_steps(start: Start, config: TrainConfig, data: Data) -> bool:
     return before.rows_per_step != config.rows_per_step or start.data["phase"] != data.phase
 
 
-def stored(
+def fixed_content(
     start: Start, settled: Settled, data: Data, model: GPT, stamps: list[tuple[str, int, int]], ranks: Ranks
 ) -> dict[str, Any]:
     """Return what the checkpoints of this launch have besides tensors and state."""

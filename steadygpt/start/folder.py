@@ -71,7 +71,7 @@ def open_folder(run: Run, start: Start) -> None:
     if start.checkpoint:
         run.repeats = steps_to_repeat(run, start, start.checkpoint)  # before the log grows
     run.log.note(checkpoint_bytes=needed, best_val_loss=best.val_loss if best else None, **run.state.scores)
-    run.log.open(start.state.step, {"run": start.identity.id, **run.stored["launch"]})
+    run.log.open(start.state.step, {"run": start.identity.id, **run.fixed_content["launch"]})
     if mirror:
         run.uploads = Uploads(mirror, config, run.log)
     after_write = run.uploads.start if run.uploads else lambda: None
@@ -119,7 +119,7 @@ def steps_to_repeat(run: Run, start: Start, checkpoint: dict) -> Repeats:
         checkpoint["metrics_bytes"],
         start.state.step,
         checkpoint["launch"],
-        run.stored["launch"]["settings"],
+        run.fixed_content["launch"]["settings"],
         run.config.repeats_bits(run.ranks.device.type),
     )
 
@@ -130,7 +130,7 @@ def begin_at(run: Run, start: Start, checkpoint: dict) -> None:
     data = checkpoint["data"]
     content = {**checkpoint, "data": {**data, "phase": asdict(data["phase"])}}  # plain types, as in the file
     if start.is_fork:  # the fork's first checkpoint has this run's options
-        content |= {name: run.stored[name] for name in ("options", "data", "launch")}
+        content |= {name: run.fixed_content[name] for name in ("options", "data", "launch")}
         content["metrics_bytes"] = run.log.size_of(METRICS)
     run.writer.begin_at(content, None if start.is_fork else start.path)
 

@@ -340,7 +340,7 @@ COMMANDS = {
     "status": ("checkpoints/status.json", b'{"step": "x"}', ["scripts/monitor_training.py", "--once"]),
     "run": ("checkpoints/run.json", b"[]", ["train.py", *TINY, "--data_dir", "data", "--resume"]),
     "index": ("mirror/index.json", b'{"run": 1}', ["scripts/upload_manager.py", "list", "--mirror", "mirror"]),
-    "manifest": ("prepared/manifest.json", b"[" * 100_000, ["look.py", "prepared"]),
+    "manifest": ("prepared/manifest.json", b"[" * 100_000, ["inspect_data.py", "prepared"]),
     "task": ("rows.jsonl", b"{}", ["hellaswag_eval.py", "--hellaswag_file", "rows.jsonl"]),
     "config": ("hf/config.json", b'{"model_type": []}', ["convert_hf.py", "hf", "out.pt"]),
     "preset": ("made.toml", b"max_lr = [1]", ["train.py", "--config", "made.toml"]),

@@ -20,7 +20,7 @@ from steadygpt.base.options import RankError
 from steadygpt.config import TrainConfig
 from steadygpt.inference.scoring import Question, score
 from steadygpt.machine.host import process_age_s
-from steadygpt.machine.parallel import HostCopy, fill, settle_buckets, shard
+from steadygpt.machine.parallel import HostCopy, fill, settle_buckets, shard_model
 from steadygpt.machine.ranks import Ranks, Request, Requests, Stopped, joined, launched_as
 from steadygpt.run.saving import save
 
@@ -31,7 +31,7 @@ def sharded(ranks: Ranks, shards: int, precision: str = "fp32", recompute: bool 
     """Return SMALL with the initial weights of seed 0."""
     with torch.device("meta"):
         model = GPT(SMALL, TrainConfig(activation_checkpointing=recompute), initialize=False)
-    shard(model, model.h, ranks, shards, precision)
+    shard_model(model, model.h, ranks, shards, precision)
     torch.manual_seed(0)
     fill(model, model.initial_weight, ranks)
     model.fill_rotary(ranks.device)

@@ -49,7 +49,7 @@ def test_spikes_are_found_once_enough_losses_are_known():
 def test_the_warning_of_a_spike_names_the_command_that_shows_its_rows():
     steady = [2.0 + 0.1 * (i % 2) for i in range(SPIKE_WINDOW)]
     spike = judged(9.0, steady, skip_spikes=True)
-    command = "python look.py --checkpoint_dir 'my run' --step 0"
+    command = "python inspect_data.py --checkpoint_dir 'my run' --step 0"
     assert spike.warning("my run").endswith(f"; its update was skipped; to see its rows: {command}")
     assert judged(math.nan, steady).warning("my run").endswith("; its update was skipped")
     assert judged(2.0, steady).warning("my run") == ""

@@ -1,8 +1,8 @@
 """Sizes and samples of token shards, and the rows that a step of a run trained on.
 
-python look.py data/edu_fineweb10B                    # sizes, and some rows as text
-python look.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024     # shards of another project
-python look.py --checkpoint_dir checkpoints --step 48213                             # rows of a step
+python inspect_data.py data/edu_fineweb10B                    # sizes, and some rows as text
+python inspect_data.py data/openwebtext --tokenizer gpt2 --rows 10 --context_length 1024     # shards of another project
+python inspect_data.py --checkpoint_dir checkpoints --step 48213                             # rows of a step
 """
 
 import steadygpt.preflight  # noqa: F401  # before all others
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 2**22  # tokens in memory at once
 
 
 @dataclass(frozen=True)
-class LookOptions:
+class InspectOptions:
     folder: str = option("", "folder of token shards; with --step, of checkpoints", positional=True)
     rows: int = option(3, "rows to print; 0 = none of a folder, all of a step", at_most=10**6)
     tokenizer: str = option("auto", "auto: from the data's manifest, or gpt2 without one", "with FOLDER")
@@ -105,7 +105,7 @@ def read_tokens(shards: Sequence[Shard], start: int, count: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def look_at_folder(options: LookOptions) -> None:
+def show_folder(options: InspectOptions) -> None:
     """Print the sizes of the splits of a folder, and random rows of its train split."""
     folder = Path(options.folder)
     splits = ["train", "val"] if shard_files(folder, "val") else ["train"]
@@ -190,7 +190,7 @@ def rows_of_step(checkpoint: dict, path: Path, step: int) -> tuple[Mixture, rang
     return Mixture(streams, data["phase"], config.seed), range(first, first + config.rows_per_step), files
 
 
-def look_at_step(options: LookOptions, step: int) -> None:
+def show_step(options: InspectOptions, step: int) -> None:
     checkpoint, path = find_step(Path(options.checkpoint_dir), step)
     tokenizer = load_tokenizer(TokenizerRecord.of(checkpoint))
     mixture, step_rows, files = rows_of_step(checkpoint, path, step)
@@ -206,7 +206,9 @@ def look_at_step(options: LookOptions, step: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(LookOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on.")
+    options = parse_options(
+        InspectOptions, argv, "Inspect a folder of token shards, or the rows that a step trained on."
+    )
     if options.folder and checkpoint_files(Path(options.folder)):
         options = replace(options, checkpoint_dir=options.folder, folder="")
     if not options.folder and options.step is None:
@@ -221,9 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if f.metadata["group"] == unused_group and getattr(options, name) != f.default:
             raise UserError(f"--{name} cannot be combined {group}; drop one of them")
     if options.step is None:
-        look_at_folder(options)
+        show_folder(options)
     else:
-        look_at_step(options, options.step)
+        show_step(options, options.step)
     return 0
 
 

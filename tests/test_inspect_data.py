@@ -1,4 +1,4 @@
-"""Tests of look.py: what it says of a folder of shards, the rows of a step, rows as text, and its errors."""
+"""Tests of inspect_data.py: what it says of a folder of shards, the rows of a step, rows as text, and its errors."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from test_tokenizer_json import byte_tokenizer
 
 import train
 from dataloader import BatchLoader
-from look import count_split, main, rows_of_step, visible
+from inspect_data import count_split, main, rows_of_step, visible
 from model import GPT, GPTConfig
 from steadygpt.data.encoders import Tiktoken
 from steadygpt.data.shards import ShardSet
@@ -72,7 +72,7 @@ def test_a_folder_is_described(look, tmp_path):
 
 def test_a_split_larger_than_memory_is_read_in_blocks(tmp_path, monkeypatch):
     folder = write(tmp_path / "data", train=[ids_of("x" * 99), ids_of("y")])
-    monkeypatch.setattr("look.BLOCK_TOKENS", 10)
+    monkeypatch.setattr("inspect_data.BLOCK_TOKENS", 10)
     blocks = []
     shards = ShardSet.find("train", str(folder), "train").shards
     counts = count_split(shards, load_tokenizer(TokenizerRecord("bytes")), blocks.append)
@@ -162,7 +162,7 @@ def trained_on(monkeypatch) -> list[list[int]]:
 
 
 def rows_of(capsys, *flags: str) -> list[tuple[int, str, int, str]]:
-    """Return number, source and file, position, and text of each row that look.py prints."""
+    """Return number, source and file, position, and text of each row that inspect_data.py prints."""
     capsys.readouterr()
     assert main([*flags]) == 0
     found = []
