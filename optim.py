@@ -289,9 +289,9 @@ class Muon(torch.optim.AdamW):
             scaled = []
             for rows, update in zip(parts, updates, strict=False):  # takes as many updates as there are parts
                 scaled.append(update * math.sqrt(max(1, rows / parameter.size(1))))
-            own, update = local_parts(parameter, torch.cat(scaled))
-            own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(update, alpha=-group["lr"])
+            local, update = local_parts(parameter, torch.cat(scaled))
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(update, alpha=-group["lr"])
 
 
 def orthogonalized(

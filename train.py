@@ -83,14 +83,14 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
             # Add its gradients to those of the other micro-batches.
             run.scaler.scale(mean.sum() / grad_accum_steps).backward()
         means.append(mean.detach())
-    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     run.scaler.unscale_(run.optimizer)
-    # The gradients are whole here, and not clipped yet. A further scalar in `measured` is logged with the step; under
-    # FSDP, full_tensor() makes it whole.
+    # What reads the gradients before they are clipped goes here. Each scalar in `measured` is logged with the step;
+    # under FSDP, full_tensor() makes it whole.
+    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     # Clip the gradients.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
-    run.scaler.update()
     measured["grad_norm"] = full_tensor(grad_norm)
+    run.scaler.update()
     # Average what was measured over micro-steps and ranks, so that all ranks decide alike about a NaN or a spike.
     numbers, run.requests.agreed = run.ranks.step_numbers(measured, run.requests.of_this_rank())
     # Decide whether the update is applied.

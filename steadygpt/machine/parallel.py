@@ -150,8 +150,8 @@ def _copy_from_main(source: Tensor | None, target: Tensor, ranks: Ranks) -> None
         whole = source
     if ranks.world_size > 1:
         dist.broadcast(whole, src=0)
-    own_target, own_source = local_parts(target, whole)
-    own_target.copy_(own_source)
+    local_target, local_source = local_parts(target, whole)
+    local_target.copy_(local_source)
 
 
 class HostCopy:
