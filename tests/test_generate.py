@@ -116,7 +116,8 @@ def test_generate_keeps_the_mode_and_the_random_state(training):
 
 @pytest.mark.parametrize(("change", "error"), [
     ({"model": {}}, r"h\.0\.attn\.c_attn\.bias [^(]*\(48,\) torch\.float32\b[^(]*$"),
-    ({"model_config": {"embd_size": 2**20, "head_dim": 0}}, r"h\.0\.attn\.c_attn\.bias [^(]*\(48,\) .*\(3145728,\) torch\.float32"),
+    ({"model_config": {"embd_size": 2**20, "head_dim": 0}},
+     r"h\.0\.attn\.c_attn\.bias [^(]*\(48,\) .*\(3145728,\) torch\.float32"),
     ({"model_config": {"rotary": True}}, "^latest.pt: .*'rotary'"),
 ])  # fmt: skip
 def test_weights_that_do_not_fit_the_shape_are_refused(change, error):
