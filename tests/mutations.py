@@ -157,6 +157,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "newest_first[count + 1 :] if count", "checkpoint/test_files checkpoint/test_writer"),
     ("steadygpt/checkpoint/files.py", "if not (low.isfinite() and high.isfinite()):",
      "if not low.isfinite():", "checkpoint/test_files"),
+    # What a start continues, the mirror, logs.
     ("steadygpt/mirror/restore.py", "if entry.saved_at <= newest_s:",
      "if entry.saved_at < newest_s:", "mirror/test_mirror"),
     ("steadygpt/log/metrics.py", '_id_in(original) == record["id"]:', "original.exists():",
