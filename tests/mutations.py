@@ -298,7 +298,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "checkpoint/test_writer test_resume"),
     ("steadygpt/run/saving.py", "if is_best(run):", "if False:", "checkpoint/test_writer"),
     ("steadygpt/run/saving.py", "if is_resumed_here or state.scores:", "if is_resumed_here:",
-     "test_train machine/test_ranks"),
+     "machine/test_ranks"),
     ("steadygpt/machine/ranks.py", "problems[0]", "problem", "test_nodes"),
     ("steadygpt/start/find.py", "if getattr(command, name) != getattr(of_main, name):", "if False:", "test_nodes"),
     ("steadygpt/start/plan.py", "peak /= 2  # as TF32", "pass", "start/test_plan"),

@@ -189,6 +189,16 @@ def test_the_log_is_durable_before_the_checkpoint(run, inject):
     assert [call[0] for call in run.log.mock_calls[:2]] == ["flush", "save"]
 
 
+def test_a_loss_on_other_rows_is_not_the_best(tmp_path):
+    """A checkpoint that is resumed with other validation rows has the loss on those before."""
+    config = TrainConfig(checkpoint_dir=str(tmp_path))
+    run = run_of(config, mock_log(tmp_path))
+    run.state.scores = {"val_loss": 1.0}
+    for rows, expected in (("other rows", False), ("rows", True)):
+        run.state.validated_on = rows
+        assert saving.is_best(run) == expected
+
+
 def test_only_a_lower_validation_loss_is_the_best(writer, inject):
     """It is compared with what is durable or in flight, on the same rows."""
     assert not writer.is_best(None, "rows")  # NaN

@@ -17,12 +17,14 @@ from ground import agree, batches_of, built, model_of, take_step
 
 from model import GPT, GPTConfig
 from steadygpt.base.options import RankError
+from steadygpt.checkpoint.files import BEST
 from steadygpt.config import TrainConfig
 from steadygpt.inference.scoring import Question, score
 from steadygpt.machine.host import process_age_s
 from steadygpt.machine.parallel import HostCopy, fill, settle_buckets, shard_model
 from steadygpt.machine.ranks import Ranks, Request, Requests, Stopped, joined, launched_as
-from steadygpt.run.saving import save
+from steadygpt.run import saving
+from steadygpt.run.saving import save, save_if_due
 
 SMALL = GPTConfig(vocab_size=257, num_layers=4, num_heads=2, embd_size=16, context_length=16)
 
@@ -163,7 +165,20 @@ def a_timed_save_is_agreed_within_a_step_and_made_once(folder: str, ranks: Ranks
     assert ranks.gather(agreed) == [[False, False, True, False, False]] * 2
 
 
+def a_best_model_that_rank_0_knows_is_saved_by_all(folder: str, ranks: Ranks) -> None:
+    """The copy of a save is a collective, so that both ranks must have the same names."""
+    run = built("--data_dir", folder, "--eval_freq", "2", ranks=ranks)
+    run.writer = SimpleNamespace(is_best=lambda *_: True) if ranks.is_main else None
+    run.state.scores = {"val_loss": 1.0}
+    run.state.validated_on = run.validated_on
+    saves = []
+    saving.save = lambda run, names: saves.append(names)
+    save_if_due(run, False)
+    assert ranks.gather(saves) == [[[BEST]]] * 2
+
+
 @pytest.mark.parametrize("behaviour", [
+    a_best_model_that_rank_0_knows_is_saved_by_all,
     a_stop_on_one_rank_stops_all_after_its_step, a_stop_within_a_slow_step_stops_all_in_the_same_micro_step,
     a_fast_step_exchanges_requests_once, a_timed_save_is_agreed_within_a_step_and_made_once,
 ], ids=lambda function: function.__name__)  # fmt: skip
