@@ -302,7 +302,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("steadygpt/machine/ranks.py", "problems[0]", "problem", "test_nodes"),
     ("steadygpt/start/find.py", "if getattr(command, name) != getattr(of_main, name):", "if False:", "test_nodes"),
     ("steadygpt/start/plan.py", "peak /= 2  # as TF32", "pass", "start/test_plan"),
-    ("model.py", "self.num_kv_heads or self.num_heads", "self.num_heads", "test_contract test_model"),
+    ("model.py", "self.num_kv_heads or self.num_heads", "self.num_heads", "convert/test_families test_optim"),
     ("steadygpt/checkpoint/files.py", "shapes += state_shapes(model.config, optimizer).values()", "pass",
      "start/test_plan"),
 )]  # fmt: skip

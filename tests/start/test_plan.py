@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import run_here
+from conftest import load, run_here
 
 import train
-from model import sketch_of
+from model import GPTConfig, sketch_of
+from optim import OPTIMIZERS
 from steadygpt.base.options import UserError
 from steadygpt.base.text import bytes_text, duration_text
-from steadygpt.checkpoint.files import TrainState, checkpoint_bytes
+from steadygpt.checkpoint.files import TrainState, checkpoint_bytes, named_tensors
 from steadygpt.config import PRESETS, TrainConfig, parse_args
 from steadygpt.machine.ranks import Ranks
 from steadygpt.start import plan
@@ -42,6 +43,14 @@ def test_timed_saves_are_counted_for_a_day(minutes, a_day):
     size = checkpoint_bytes(MODEL, "adamw")
     text = f"{bytes_text(size)} each" + a_day.format(bytes_text(24 * 20 * size))
     assert saves_text(replace(CONFIG, checkpoint_minutes=minutes), MODEL) == text
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_has_the_size_of_the_plan(workdir, optimizer):
+    run_here("--optimizer", optimizer, "--muon_beta2", "0.9")
+    content = load("checkpoints/latest.pt")
+    size = sum({tensor.data_ptr(): tensor.nbytes for tensor in named_tensors(content).values()}.values())  # tied: once
+    assert checkpoint_bytes(sketch_of(GPTConfig(**content["model_config"])), optimizer) == size
 
 
 def test_plan_in_a_folder_with_checkpoints_says_what_training_needs(workdir, capsys):
