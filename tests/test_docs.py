@@ -68,6 +68,7 @@ def test_the_keys_of_a_checkpoint_that_its_page_names_are_there():
 
 def test_format_version_and_address_are_the_same_everywhere():
     assert f"The `format_version` is {FORMAT_VERSION};" in text("docs/checkpoints.md")
+    assert f"writes and reads format {FORMAT_VERSION}, " in text("CHANGELOG.md")
     assert f"\n## {__version__} (" in text("CHANGELOG.md")
     # The repository has no public address yet: then mkdocs.yml has no repo_url, and no page a link to one.
     addresses = {*re.findall(r"^repo_url: (\S+)$", text("mkdocs.yml"), re.MULTILINE)}
