@@ -7,8 +7,8 @@ steadygpt/convert/families.py lists the supported families: GPT-2, GPT-NeoX, Lla
     python convert_hf.py gpt2-medium weights.pt          # from the Hugging Face Hub
     python convert_hf.py out/ckpt.pt exported            # from nanoGPT, build-nanogpt or gpt2-from-scratch
 
-The conversion is exact: weights are renamed, split, reordered or negated, but only --dtype rounds them. A converted
-checkpoint holds only weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
+The conversion is exact, except that --dtype rounds, and weights in fp64 become fp32. A converted checkpoint holds only
+weights: generate.py, hellaswag_eval.py and train.py --init_from accept it.
 """
 
 import steadygpt.preflight  # noqa: F401  # before all others
@@ -95,7 +95,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
     except UserError as error:
         notes.append(f"no tokenizer in {folder}: {error}")
 
-    # Classes with biases do not make them optional, so zeros stand for missing biases.
+    # Classes with biases require them, so write missing biases as zeros.
     has_biases = family.fixed.get("bias", True)
     weights: dict[str, Tensor] = {}
     for name, sketch in sketch_of(dataclasses.replace(config, bias=has_biases)).named_parameters():
@@ -107,7 +107,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
     own = {"bias": config.bias, "vocab_size": config.vocab_size, **asdict(record)}
     del own["tokenizer_json"], own["tokenizer_files"]  # the folder has them as files
     source_folder = read_kept(record, config.vocab_size)
-    # None replaces the default of NanoChat's pad_token_id, which is an id: training would skip its embedding.
+    # None overrides NanoChat's default pad_token_id, an id whose embedding training would skip.
     ids: dict = dict.fromkeys(SPECIAL_IDS) | source_folder["ids"]
     if not record.tokenizer_files:
         ids |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
@@ -128,7 +128,7 @@ def write_folder(checkpoint: dict, folder: Path, dtype: str = "float32") -> list
         for name, text in texts.items():
             (temporary / name).write_bytes(text.encode())
         safetensors.torch.save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        # safetensors lets only the owner read its file, so give it the mode of the others.
+        # safetensors lets only the owner read its file, so give it the mode of the other files.
         shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         for file in temporary.iterdir():
             with file.open("rb") as written:

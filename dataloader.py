@@ -24,7 +24,7 @@ READ_TOKENS = 2**18  # tokens that the thread reads at a time
 
 @dataclass(frozen=True)
 class Order:
-    """What decides the order of the rows of a stream."""
+    """The options that determine the order of a stream's rows."""
 
     seed: int = 0
     shuffle_shards: bool = False
@@ -43,14 +43,14 @@ class Rows:
     context_length: int
     shards: Sequence[Shard]
     block_rows = BLOCK_ROWS
-    _block: tuple[int, np.ndarray] | None = None  # number of the last block, its shards and first tokens
+    _block: tuple[int, np.ndarray] | None = None  # the last block: its number, shards and first tokens
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the first tokens of the rows at the positions of a block, each (block_rows,) int64."""
+        """Return shard index and first token of the rows at a block's positions, each (block_rows,) int64."""
         raise NotImplementedError
 
     def find(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the first tokens of rows start, start + 1, ..., each (count,) int64."""
+        """Return shard index and first token of rows start, start + 1, ..., each (count,) int64."""
         places = np.empty((2, count), np.int64)
         filled = 0
         while filled < count:
@@ -80,9 +80,9 @@ class Rows:
 
 @dataclass(eq=False)
 class RowStream(Rows):
-    """The endless stream of the rows of some shards."""
+    """An endless stream of rows from shards."""
 
-    shards: Sequence[Shard]  # at least one; those with fewer than context_length + 1 tokens have no row and are skipped
+    shards: Sequence[Shard]  # at least one; shards with fewer than context_length + 1 tokens are skipped
     context_length: int
     order: Order = IN_ORDER
 
@@ -96,14 +96,14 @@ class RowStream(Rows):
             )
         self.shards = [shard for shard in self.shards if shard.num_tokens > T]
         for shard in self.shards[: most_mapped()]:
-            shard.tokens()  # mapped now, so that the run can read files that are deleted or replaced while it goes on
+            shard.tokens()  # map it now, so that the run can read it after it is deleted or replaced
         targets = np.array([shard.num_tokens - 1 for shard in self.shards], np.int64)
         self.num_rows = targets // T
-        self.leftover = (targets % T).astype(np.uint64)  # tokens of each shard that are in no row
+        self.leftover = (targets % T).astype(np.uint64)  # tokens of each shard that are in no row of an epoch
         self.rows_per_epoch = int(self.num_rows.sum())
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards and the first tokens of the rows at ascending positions (n,), each (n,) int64."""
+        """Return shard index and first token of the rows at ascending positions (n,), each (n,) int64."""
         seed = self.order.seed
         epochs = np.arange(positions[0] // self.rows_per_epoch, positions[-1] // self.rows_per_epoch + 1)[:, None]
         order = np.tile(np.arange(len(self.shards)), (len(epochs), 1))
@@ -117,13 +117,13 @@ class RowStream(Rows):
         if self.order.shuffle_rows:
             epoch = positions // self.rows_per_epoch
             row = permute(row, self.num_rows[shard], key_of(seed, epoch, shard))
-            # A text is cut elsewhere in each epoch, which lowers the loss of many epochs (benchmarks/RESULTS.md).
+            # Cut the text elsewhere in each epoch, which lowers the loss over many epochs (benchmarks/RESULTS.md).
             offset = (key_of(seed, epoch, shard, 1) % (self.leftover[shard] + np.uint64(1))).astype(np.int64)
         return shard, offset + row * self.context_length
 
 
 class EvenlySpaced(Rows):
-    """So many rows of a stream, evenly spaced over an epoch, in order."""
+    """`count` rows of a stream, evenly spaced over an epoch, in order."""
 
     def __init__(self, stream: RowStream, count: int):
         self.stream = stream
@@ -141,7 +141,7 @@ class Mixture(Rows):
 
     Args:
         streams: source -> its rows.
-        phase: the part of the run, up to its end, in which each source has the same share.
+        phase: the current part of the run, in which the share of each source is fixed.
     """
 
     def __init__(self, streams: Mapping[str, RowStream], phase: Phase, seed: int):
@@ -157,9 +157,9 @@ class Mixture(Rows):
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number = int(positions[0]) // BLOCK_ROWS
         rows_used = self.phase.rows_used_before_block(number)
-        order = self.phase.order(number, self.seed)  # which source has each row of the block
+        order = self.phase.order(number, self.seed)  # index of the source of each row in the block
         shards, firsts = np.empty((2, BLOCK_ROWS), np.int64)
-        first_shard = 0  # of the source, among the shards of all sources
+        first_shard = 0  # index in self.shards of the source's first shard
         for i, source in enumerate(sorted(self.phase.shares)):
             is_of_source = order == i
             source_shards, source_firsts = self.streams[i].find(rows_used[source], self.phase.shares[source])
@@ -178,10 +178,10 @@ class Mixture(Rows):
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Micro-batches of one rank, read ahead by a thread into pinned memory.
+    """Micro-batches of one rank, read ahead by a thread, into pinned memory on CUDA.
 
-    Each rank has an equal part of the rows of each step, and takes mini_batch_size of them at a time. All ranks
-    together therefore have the same micro-batches in a step, whatever their number.
+    Each rank has an equal part of the rows of each step, and takes mini_batch_size of them at a time. So a step has the
+    same micro-batches for any number of ranks.
     """
 
     stream: Rows
@@ -192,7 +192,7 @@ class BatchLoader:
     world_size: int = 1
 
     def __post_init__(self):
-        self.first_rows = self._first_rows()  # of the micro-batches
+        self.first_rows = self._first_rows()  # of each micro-batch
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         # The thread reads several small micro-batches at a time, because waking it takes longer than reading one.
         tokens = self.mini_batch_size * self.stream.context_length
@@ -227,7 +227,7 @@ class BatchLoader:
             self._submit()
             self.ready.extend(self.pending.popleft().result())
         rows = self.ready.popleft()
-        # Pageable memory could be reused while it is copied (on MPS); CUDA keeps pinned memory until the copy is done.
+        # On MPS, pageable memory could be reused during an asynchronous copy. CUDA keeps pinned memory until then.
         rows = rows.to(self.device, non_blocking=rows.is_pinned())
         return rows[:, :-1], rows[:, 1:]
 

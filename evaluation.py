@@ -24,9 +24,9 @@ SAMPLE_TOKENS = 100
 
 
 def evaluate(run: Run, everything: bool) -> bool:
-    """Run the evaluations that are due after a step: validation, tasks, a sample; or all of them.
+    """Run the evaluations due at the current step, or all that are enabled: validation, HellaSwag, a sample.
 
-    The scores go into the state and so into the next save, also if a stop interrupts the evaluation.
+    Scores are recorded in the state as each evaluation ends, so the next save has them even after a stop.
 
     Returns: whether any was due.
 
@@ -60,7 +60,7 @@ def evaluate(run: Run, everything: bool) -> bool:
 
 
 def validate_all(run: Run) -> None:
-    """Validate on all sets. The loss on the first one decides which model is the best."""
+    """Validate on all sets. The loss on the first set decides which model is best."""
     state = run.state
     sets = {name: validate(run, rows) for name, rows in run.val_sets.items()}
     first, *others = sets
@@ -89,10 +89,10 @@ def add_scores(run: Run, scores: Mapping[str, float]) -> None:
 
 
 def validate(run: Run, val: RowStream) -> dict[str, float]:
-    """Return the mean loss (val_loss) and the bits per byte (val_bpb) of a validation set, of rows spread over it.
+    """Return the mean loss (val_loss) and the bits per byte (val_bpb) over evenly spaced rows of a validation set.
 
-    They do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which are
-    left out if no bytes are known. Any other term of the loss is returned as val_NAME.
+    Scores do not depend on the number of ranks. Special tokens count in the loss, but not in the bits per byte, which
+    are omitted if the tokens' bytes are unknown. Other terms of the loss are returned as val_NAME.
 
     Raises: Stopped.
     """
@@ -111,7 +111,7 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
             inputs, targets = batches.next()
             loss_terms = run.forward(inputs, targets)
             sizes = bytes_of_token[targets]  # (B, T)
-            # The last rows are set to zero, not cut off: a new shape of the inputs would recompile the model.
+            # Zero the surplus rows instead of cutting them off: a new input shape would recompile the model.
             end = max(0, rows - first)
             sizes[end:] = 0
             sums_of_batch = []
@@ -132,12 +132,12 @@ def validate(run: Run, val: RowStream) -> dict[str, float]:
 
 
 def validation_rows(config: TrainConfig, val: RowStream, sets: int = 1) -> int:
-    """Return the rows of a validation set, one of `sets`: its share of eval_tokens, or all rows if there are fewer."""
+    """Return how many rows of one of `sets` validation sets to use: its share of eval_tokens, at most all its rows."""
     return min(max(1, config.eval_tokens // (sets * config.context_length)), val.rows_per_epoch)
 
 
 def _bytes_of_token(run: Run) -> torch.Tensor:
-    """Return how many bytes each id stands for, 0 for special tokens and padding, (padded_vocab_size,) int64."""
+    """Return Tokenizer.num_bytes on the device, 0 for padding or without a tokenizer, (padded_vocab_size,) int64."""
     num_bytes = torch.zeros(0, dtype=torch.int64)
     if run.tokenizer:
         num_bytes = torch.from_numpy(run.tokenizer.num_bytes)

@@ -3,11 +3,11 @@
     python hellaswag_eval.py best --hellaswag_file hellaswag_val.jsonl
     torchrun --nproc_per_node=4 hellaswag_eval.py best --tasks core --core_dir eval_bundle
 
-HellaSwag has 10,042 validation examples; chance is 0.25. An ending's tokens are scored after its context. acc chooses
-the ending with the lowest summed loss, acc_norm the one with the lowest loss per token, as in build-nanogpt and llm.c.
+HellaSwag has 10,042 validation examples; chance is 0.25. Only the tokens of the endings are scored. acc chooses the
+ending with the lowest summed loss, acc_norm the one with the lowest loss per token, as in build-nanogpt and llm.c.
 
-CORE is the mean of 22 accuracies, each centred so that chance is 0 and all right is 1. Prompts and choices are those of
-nanochat's evaluation of base models.
+CORE is the mean of 22 accuracies, each centred so that chance is 0 and a perfect score is 1. Prompts and choices are
+the same as in nanochat's evaluation of base models.
 """
 
 import steadygpt.preflight  # noqa: F401  # before all others

@@ -73,8 +73,8 @@ def count_split(shards: Sequence[Shard], tokenizer: Tokenizer, advance: Callable
     """Return how often each id occurs in the shards of a split, (n_vocab,) int64.
 
     Args:
-        shards: have only ids in the vocabulary, as ShardSet.check verifies.
-        advance: is called with the number of tokens of each block.
+        shards: already verified by ShardSet.check, so all ids are in the vocabulary.
+        advance: called with the number of tokens of each block.
     """
     counts = np.zeros(tokenizer.n_vocab, np.int64)
     for shard in shards:
@@ -137,9 +137,9 @@ def show_folder(options: InspectOptions) -> None:
 
 
 def find_step(folder: Path, step: int) -> tuple[dict, Path]:
-    """Return a checkpoint of a run since which, or up to which, steps have had rows of the same mixture as this step.
+    """Return the newest checkpoint that determines the rows of a step, and its path.
 
-    The newest one that fits: a later launch may have changed the mixture or the number of rows.
+    An older one may be needed, because a later launch may have changed the mixture or the batch size.
     """
     path, checkpoint = open_checkpoint("latest", folder)
     if not checkpoint["data"]:

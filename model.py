@@ -20,14 +20,14 @@ from steadygpt.base.options import OptionError, check_options, option
 from steadygpt.machine.attention import OPERATORS, attention
 from steadygpt.machine.loss import linear_losses, softcapped, token_losses
 
-TABLES = ("wte.weight", "lm_head.weight")  # one row per token of the vocabulary, and padding
+TABLES = ("wte.weight", "lm_head.weight")  # a row per token of the vocabulary, and rows of padding
 
 # ---------------------------------------------------------------------------------------------------------------------
 # activations and norms: their names are the choices of --activation and --norm
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Compute the approximation of GELU that GPT-2 uses (Hendrycks and Gimpel 2016)."""
+    """Compute GPT-2's approximation of GELU (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -38,16 +38,16 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Compute SwiGLU (Shazeer 2020): the first half of the features, as SiLU, times the second half."""
+    """Compute SwiGLU (Shazeer 2020): SiLU of the first half of the features, times the second half."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 class Activation(NamedTuple):
-    """Of an MLP: from (..., matrices * F) to (..., F)."""
+    """The activation of an MLP, (..., matrices * F) -> (..., F)."""
 
     function: Callable[[Tensor], Tensor]
-    matrices: int = 1  # before it, in one weight
+    matrices: int = 1  # stacked in the weight before it
 
 
 ACTIVATIONS = {
@@ -59,9 +59,9 @@ ACTIVATIONS = {
 
 
 class NormKind(NamedTuple):
-    """What the norms of a model compute."""
+    """The kind of norm that a model uses."""
 
-    is_layernorm: bool = False  # with the mean subtracted, and a bias if the model has biases; otherwise RMSNorm
+    is_layernorm: bool = False  # LayerNorm, with a bias if the model has biases; otherwise RMSNorm
     has_weight: bool = True
     of_embedding: bool = False  # also normalizes the embedding
 
@@ -110,7 +110,7 @@ class GPTConfig:
     # fmt: on
 
     def check_shape(self) -> None:
-        """Check the fields and whether they fit each other."""
+        """Check each field, and that the fields fit together."""
         check_options(self)
         if not 1 <= self.vocab_size <= 2**24:
             raise OptionError("vocab_size", f"{self.vocab_size:,}", f"1 to {2**24:,}")
@@ -124,7 +124,7 @@ class GPTConfig:
             raise OptionError("rotary_pct", found, "an even number of dimensions: they rotate in pairs")
 
     def resolved(self) -> "GPTConfig":
-        """Return this shape with a number in place of each 0 that stands for a derived one."""
+        """Return this shape with derived values in place of zeros."""
         intermediate_size = 4 * self.embd_size
         if ACTIVATIONS[self.activation].matrices > 1:
             intermediate_size = math.ceil(self.embd_size / 3) * 8  # a multiple of 8
@@ -146,11 +146,11 @@ class GPTConfig:
         return int(self.resolved().head_dim * self.rotary_pct)
 
     def parts(self, name: str) -> tuple[int, ...]:
-        """Return the rows of the matrices that a weight of a block stacks, by its name."""
+        """Return the rows of each matrix stacked in the weight of a block, by the weight's name."""
         shape = self.resolved()
         if "c_attn" in name:
             query_rows = shape.head_dim * shape.num_heads
-            key_rows = shape.head_dim * shape.num_kv_heads  # and as many of values
+            key_rows = shape.head_dim * shape.num_kv_heads  # and the same number of value rows
             return (query_rows, key_rows, key_rows)
         if "c_fc" in name:  # with SwiGLU, gate, then up
             return (shape.intermediate_size,) * ACTIVATIONS[self.activation].matrices
@@ -159,7 +159,7 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """How training computes a model. No checkpoint of weights has these options; the weight of a term belongs here."""
+    """How training computes a model; its model_config has none of these. The weight of a loss term belongs here."""
 
     activation_checkpointing: bool = option(
         False, "recompute blocks in the backward pass: less memory, slower", "memory"
@@ -172,7 +172,7 @@ class GPTOptions:
 
 
 class KVCache:
-    """Keys and values of the tokens a batch has seen: for each layer both, (B, num_kv_heads, max_length, head_dim)."""
+    """Keys and values of the tokens so far: for each layer two tensors (B, num_kv_heads, max_length, head_dim)."""
 
     def __init__(self, config: GPTConfig, max_length: int | None = None):
         self.max_length = config.context_length
@@ -182,13 +182,13 @@ class KVCache:
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated by the first append, which knows batch and dtype
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor, seen: int) -> tuple[Tensor, Tensor]:
-        """Put keys and values of one layer, (B, num_kv_heads, T, head_dim), at (T,) positions; return the first ones.
+        """Store keys and values of one layer, (B, num_kv_heads, T, head_dim), at (T,) positions; return the first ones.
 
         Args:
-            seen: how many are returned.
+            seen: how many to return.
         """
         B, H, _, D = k.shape
-        if layer == len(self.layers):  # zeros, because a mask may cover what is not there yet, but not a NaN
+        if layer == len(self.layers):  # zeros, because a mask hides unfilled places, but not a NaN
             self.layers.append((k.new_zeros(B, H, self.max_length, D), k.new_zeros(B, H, self.max_length, D)))
         keys, values = self.layers[layer]
         keys.index_copy_(2, positions, k)
@@ -225,7 +225,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer that is not initialized: GPT sets its weights."""
+    """A linear layer without initialization: GPT sets its weights."""
 
     def reset_parameters(self) -> None:
         pass  # PyTorch's values would be overwritten, and computing them on the meta device takes seconds
@@ -233,7 +233,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        # Under FSDP, the weights arrive in bf16, though an evaluation without autocast computes in fp32.
+        # FSDP gathers weights in bf16, but an evaluation without autocast computes in fp32.
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             weight = weight.type_as(x)
             if bias is not None:
@@ -269,7 +269,7 @@ class Norm(nn.Module):
             bias = bias.to(wide)
         if not self.is_layernorm:
             y = F.rms_norm(x.to(wide), self.shape, weight, self.eps)
-        elif x.is_cpu:  # on which layer_norm computes in fp32 without a copy of x
+        elif x.is_cpu:  # here layer_norm computes in fp32 without a copy of x
             y = F.layer_norm(x, self.shape, weight, bias, self.eps)
         else:
             y = F.layer_norm(x.to(wide), self.shape, weight, bias, self.eps)
@@ -277,7 +277,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: multi-head, or grouped queries with fewer heads of keys and values."""
+    """Causal self-attention, multi-head or grouped-query (with fewer heads of keys and values)."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -305,7 +305,7 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)  # (B, heads, T, head_dim)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        if args.cache is not None:  # T is the whole prompt, with nothing cached yet, or one token
+        if args.cache is not None:  # T tokens are the whole prompt into an empty cache, or one token
             seen = args.cache.length + T
             if args.mask is not None:
                 seen = args.mask.size(-1)
@@ -334,8 +334,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    With `recompute`, backward computes them again, except for the output of the attention kernel, which is kept if
-    there is no dropout.
+    With `recompute`, backward recomputes them, except for the output of the attention kernel, which is kept if there
+    is no dropout.
     """
 
     def __init__(self, config: GPTConfig, layer: int, recompute: bool = False):
@@ -350,9 +350,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
         if not (self.recompute and self.training):
             return self._compute(x, args)
-        # Here, not around the block: under FSDP, torch.compile would run blocks eagerly otherwise (torch 2.13).
+        # Checkpoint here, not around the block: otherwise torch.compile runs blocks eagerly under FSDP (torch 2.13).
         contexts: Callable = partial(create_selective_checkpoint_contexts, OPERATORS)  # keep outputs of attention
-        if self.attn.dropout:  # attention has to draw its random numbers again, or the masks after it would differ
+        if self.attn.dropout:  # attention must redraw its random numbers, or later dropout masks would differ
             contexts = noop_context_fn
         return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=contexts)
 
@@ -368,11 +368,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. The padding of the vocabulary is never predicted: its logits are -inf.
+    """The language model. Padding ids are never predicted: their logits are -inf.
 
     Args:
-        options: how training computes it; terms of the loss find their weights in self.options.
-        initialize: False leaves the weights undefined, for weights that are loaded or drawn next.
+        options: how training computes the model; loss_terms() reads the weights of terms from self.options.
+        initialize: False leaves the weights undefined, for a caller that sets them.
     """
 
     def __init__(self, config: GPTConfig, options: GPTOptions = GPTOptions(), initialize: bool = True):
@@ -383,7 +383,7 @@ class GPT(nn.Module):
         self.loss_chunk_size = options.loss_chunk_size
         self.loss_terms_of_full_chunk = self.loss_terms
         rows = config.padded_vocab_size
-        # With a weight that is given, embeddings are not initialized either.
+        # Given a weight, nn.Embedding does not initialize one.
         self.wte = nn.Embedding(rows, config.embd_size, _weight=torch.empty(rows, config.embd_size))
         self.wpe = None
         if not config.rotary_dim:
@@ -410,7 +410,7 @@ class GPT(nn.Module):
         """Draw the initial value of a parameter in fp32, on the CPU, so that a seed gives the same model on any device.
 
         GPT-2 (Radford et al. 2019, section 2.3): N(0, 0.02), and residual projections scaled by 1/sqrt(N), where
-        N = 2 * num_layers counts what is added to the residual stream. An untied head is zero, so all tokens are
+        N = 2 * num_layers counts the additions to the residual stream. An untied head is zero, so all tokens are
         equally likely at the start (Yang et al. 2022, appendix D.2).
         """
         weight = torch.empty(self.get_parameter(name).shape, device="cpu")
@@ -428,7 +428,7 @@ class GPT(nn.Module):
         return weight
 
     def fill_rotary(self, device: torch.device) -> None:
-        """Compute the table of rotations here, because compiled code would compute it again in every layer."""
+        """Compute the rotary table once, because compiled code would recompute it in every layer."""
         if self.config.rotary_dim:
             self.rotary = rotary_table(self.config, device)
 
@@ -448,12 +448,12 @@ class GPT(nn.Module):
             cache: is extended by these tokens; then only the last token's logits are returned.
             positions: (B, T) int64, or (T,) with a cache, each below context_length; T may then be larger. Default:
                 0, 1, 2, ... after the tokens in the cache.
-            mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees, with a cache (1, 1, T, S) of the
-                first S places in it. Default: itself and those before it.
+            mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees; with a cache (1, 1, T, S), over the
+                first S places of the cache. Default: causal.
 
         Returns:
-            (B, T, padded_vocab_size) logits, -inf in the padding, with a cache of the last token only; or loss_terms(),
-            each (B * T,) fp32.
+            (B, T, padded_vocab_size) logits, -inf in the padding, with a cache only those of the last token; with
+            targets, loss_terms(), each (B * T,) fp32.
         """
         x = self._hidden(idx, cache, positions, mask)
         if targets is None:
@@ -484,7 +484,7 @@ class GPT(nn.Module):
         x = F.dropout(self.ln_0(x), self.config.dropout, self.training)
         args = AttentionArgs(positions, rotary, cache, mask)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
-            x = x.bfloat16()  # and with it the residual stream; in fp16, its largest values could overflow
+            x = x.bfloat16()  # and so the residual stream; in fp16, its largest values could overflow
         for block in self.h:
             x = block(x, args)
         if cache is not None:
@@ -492,30 +492,30 @@ class GPT(nn.Module):
         return x
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return the logits (..., padded_vocab_size) of (..., C), before those of the padding are masked."""
+        """Return the logits (..., padded_vocab_size) of (..., C); the padding is not masked yet."""
         return softcapped(self.lm_head(self.ln_f(x)), self.config.logit_softcap)
 
     def loss_terms(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the loss: its terms by name, whose sum training minimizes, in the mean over the tokens.
+        """Return the terms of the loss by name; training minimizes the sum of their means over the tokens.
 
         Each term is logged under its name, and its mean over a validation set as val_NAME. "loss" is the cross-entropy
-        in nats, the only one that --spike_z, best_model.pt and bits per byte depend on.
+        in nats, the only term that --spike_z, best_model.pt and bits per byte depend on.
 
         Args:
-            x: (N, C), the output of the blocks for N tokens: all of a micro-batch, or a chunk of them.
+            x: (N, C), the output of the last block for N tokens: all of a micro-batch, or a chunk of them.
             targets: (N,) int64.
 
         Returns: (N,) fp32 for each term.
         """
-        # Where another term depends on the logits: logits = self._logits(x); token_losses(logits, targets, vocab_size).
+        # If another term needs the logits: logits = self._logits(x); token_losses(logits, targets, config.vocab_size).
         config = self.config
         weight = self.lm_head.weight
         return {"loss": linear_losses(self.ln_f(x), weight, targets, config.vocab_size, config.logit_softcap)}
 
     def _loss_terms_in_chunks(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return loss_terms(), with the logits of loss_chunk_size tokens at a time, which backward recomputes.
+        """Return loss_terms(), with logits in memory for loss_chunk_size tokens at a time; backward recomputes them.
 
-        compiled() leaves it out: in one graph, the logits of all chunks would be in memory at once (torch 2.13).
+        Not compiled as a whole: in one graph, the logits of all chunks would be in memory at once (torch 2.13).
         """
         size = self.loss_chunk_size
         chunks = []
@@ -528,7 +528,7 @@ class GPT(nn.Module):
         return {name: torch.cat([terms[name] for terms in chunks]) for name in chunks[0]}
 
     def answer_scores(self, idx: Tensor, targets: Tensor, is_target: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Score targets with their lead over all other tokens. Logits are computed only for them.
+        """Return the loss of each scored target, and its logit's lead over all other tokens.
 
         Args:
             idx, targets: (B, T) int64.
@@ -552,16 +552,16 @@ class GPT(nn.Module):
         return torch.cat(scores)
 
     def compiled(self) -> nn.Module:
-        """Return this model through torch.compile; full chunks of the loss, which have one shape, on their own."""
-        # It warns of operations in place in blocks that are recomputed; ours have none.
+        """Return this model compiled; full chunks of the loss, which have one shape, are compiled separately."""
+        # torch.compile warns of in-place operations in recomputed blocks; ours have none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         self.loss_terms_of_full_chunk = torch.compile(self.loss_terms)
-        # Not as a decorator, which would import the compiler, two seconds of each command.
+        # Not a decorator: each command would then import the compiler, which takes two seconds.
         self._loss_terms_in_chunks = torch.compiler.disable(self._loss_terms_in_chunks)  # type: ignore[method-assign]
         return torch.compile(self)  # type: ignore[return-value]  # a module; torch's stubs say a function
 
     def num_parameters(self, with_tables: bool = True) -> int:
-        """Return the number of parameters: a tied head counts once, padding rows do not count.
+        """Return the number of parameters; a tied head counts once, and padding rows do not count.
 
         Args:
             with_tables: False leaves out embeddings that are only looked up.
@@ -584,7 +584,7 @@ class GPT(nn.Module):
         return 6 * self.num_parameters(with_tables=False) + attention
 
     def parameters_by_role(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the parameters by name as "embedding", "matrix" (of linear layers), "head" (unless tied), "vector"."""
+        """Return parameters by role, then name: "embedding", "matrix" (linear), "head" (unless tied) and "vector"."""
         roles: dict[str, dict[str, nn.Parameter]] = {"embedding": {}, "matrix": {}, "head": {}, "vector": {}}
         for name, parameter in self.named_parameters():
             module = self.get_submodule(name.rpartition(".")[0])

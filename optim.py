@@ -1,7 +1,4 @@
-"""Updates of a model: the learning rate of each step, and optimizers over parameters by role, AdamW and Muon.
-
-Muon's steps may have NorMuon's sizes of neurons.
-"""
+"""Learning rate schedules, and AdamW and Muon (optionally NorMuon) over parameters grouped by role."""
 
 import math
 from collections import Counter, defaultdict
@@ -18,30 +15,30 @@ from steadygpt.base.options import option
 from steadygpt.machine.parallel import full_tensor, local_parts
 from steadygpt.machine.ranks import Ranks
 
-Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters and the rows of the matrices that each one stacks
-# Repeated five times, this odd polynomial takes all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
+Stacked = list[tuple[nn.Parameter, tuple[int, ...]]]  # parameters, each with the rows of the matrices it stacks
+# Repeated five times, this odd polynomial maps all but the smallest singular values to 0.7..1.2 (Jordan et al. 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MUON_MOMENTUM = 0.85  # 0.95 and rising ones end higher in runs of up to 3,000 steps: docs/LOG.md
+MUON_MOMENTUM = 0.85  # in runs of up to 3,000 steps, 0.95 ends higher and a rising momentum no lower: docs/LOG.md
 ADAM_EPS = 1e-8
 TINY = 1e-10  # floor of mean squares; below it a neuron had no gradient
 MAX_GATHERED = 2**27  # most elements gathered at once under FSDP; a larger matrix is gathered alone
 
 _optim = partial(option, group="optimization")
-_recipe = partial(_optim, on_resume="ask")  # of an update, so that no resume changes it by accident
+_recipe = partial(_optim, on_resume="ask")  # options of the update, which a resume must not change by accident
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the learning rate
 
 
 def cosine(config: "OptimConfig", step: int) -> float:
-    """Return a learning rate that falls to min_lr by half a cosine (Loshchilov and Hutter 2017)."""
+    """Return a learning rate that falls to min_lr along half a cosine (Loshchilov and Hutter 2017)."""
     left = 0.5 * (1 + math.cos(math.pi * progress(config, step, config.warmup_steps)))
     return config.min_lr + left * (config.max_lr - config.min_lr)
 
 
 def wsd(config: "OptimConfig", step: int) -> float:
-    """Return a learning rate that is stable, then falls to min_lr linearly (Hu et al. 2024)."""
+    """Return a learning rate that stays at max_lr, then falls linearly to min_lr (Hu et al. 2024)."""
     left = 1 - progress(config, step, cooldown_start(config))
     return config.min_lr + left * (config.max_lr - config.min_lr)
 
@@ -51,7 +48,7 @@ def constant(config: "OptimConfig", step: int) -> float:
 
 
 def progress(config: "OptimConfig", step: int, start: int) -> float:
-    """Return which part of the steps from `start` to the end of the run is over, 0 to 1."""
+    """Return the fraction of the steps from `start` to the end of the run that is done, 0 to 1."""
     return min(1.0, max(0, step - start) / max(1, config.max_steps - start))
 
 
@@ -59,7 +56,7 @@ class Schedule(NamedTuple):
     """The learning rate after the warm-up."""
 
     rate: Callable[["OptimConfig", int], float]  # options, step -> learning rate
-    cools_down: bool = False  # in the last --cooldown of the steps; stable.pt is saved before
+    cools_down: bool = False  # over the last --cooldown of the steps; stable.pt is saved just before
 
 
 SCHEDULES = {  # the choices of --schedule
@@ -70,7 +67,7 @@ SCHEDULES = {  # the choices of --schedule
 
 
 def cooldown_start(config: "OptimConfig") -> int:
-    """Return the first step of the cool-down; without one, the number of steps."""
+    """Return the first step of the cool-down; max_steps without one."""
     if not SCHEDULES[config.schedule].cools_down:
         return config.max_steps
     return max(config.warmup_steps, config.max_steps - round(config.cooldown * config.max_steps))
@@ -84,9 +81,9 @@ def learning_rate(config: "OptimConfig", step: int) -> float:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: "OptimConfig", step: int) -> float:
-    """Set what the schedule decides for each group of parameters in a step, and return the learning rate.
+    """Set the learning rate of each parameter group for a step, and return the schedule's.
 
-    Other values of a group, such as "weight_decay" or Muon's "momentum", may follow the step here too.
+    Other group values that depend on the step, such as "weight_decay" or Muon's "momentum", belong here too.
     """
     lr = learning_rate(config, step)
     for group in optimizer.param_groups:
@@ -118,7 +115,7 @@ def make_muon(model: GPT, config: "OptimConfig", ranks: Ranks, precision: str) -
 
 
 def adamw_groups(model: GPT, *decayed: str) -> list[dict[str, Any]]:
-    """Return the parameters of the roles that have weight decay, and the vectors."""
+    """Return a group of the roles that have weight decay, and a group of the vectors, which have none."""
     roles = model.parameters_by_role()
     with_decay: list[nn.Parameter] = []
     for role in decayed:
@@ -135,7 +132,7 @@ def adamw_options(model: GPT, config: "OptimConfig") -> dict[str, Any]:
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": ADAM_EPS,
         "weight_decay": config.weight_decay,
-        "fused": not model.wte.weight.is_meta,  # where state_shapes() takes a step
+        "fused": not model.wte.weight.is_meta,  # on which state_shapes() takes a step
     }
 
 
@@ -166,16 +163,16 @@ class OptimConfig:
 
 
 def make_optimizer(model: GPT, config: OptimConfig, ranks: Ranks, precision: str = "fp32") -> torch.optim.Optimizer:
-    """Return the optimizer that a configuration chooses.
+    """Return the optimizer of a configuration.
 
-    Matrices and tables have weight decay, vectors have none. The learning rate of a group is its "lr_ratio", by
-    default 1, times that of the schedule.
+    Matrices and embedding tables have weight decay, vectors have none. A group's learning rate is the schedule's times
+    its "lr_ratio", which is 1 by default.
 
     Args:
         ranks: share the work of Muon.
         precision: of the run, see Muon.
 
-    Raises: ValueError if the groups lack a parameter, or have one twice.
+    Raises: ValueError unless each parameter is in exactly one group.
     """
     optimizer = OPTIMIZERS[config.optimizer](model, config, ranks, precision)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -195,7 +192,7 @@ def make_optimizer(model: GPT, config: OptimConfig, ranks: Ranks, precision: str
 def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the optimizer's state, by PARAMETER.KIND, from one step on the meta device.
 
-    Raises: TypeError if it is something else than tensors of fp32, which checkpoints hold.
+    Raises: TypeError if the state has anything but fp32 tensors, which is all that checkpoints hold.
     """
     model = sketch_of(shape)
     config = OptimConfig(optimizer, muon_beta2=0.95)
@@ -215,13 +212,13 @@ def state_shapes(shape: GPTConfig, optimizer: str) -> dict[str, tuple[int, ...]]
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the groups with "parts", and AdamW for the others.
 
-    After its weight decay, a matrix moves by lr * sqrt(max(1, rows / columns)) times the orthogonal matrix that is
-    nearest to its Nesterov momentum. With a "beta2", this matrix is normalized() first (NorMuon, Li et al. 2025).
+    After its weight decay, a matrix moves by lr * sqrt(max(1, rows / columns)) times the orthogonal matrix nearest to
+    its Nesterov momentum. With "beta2" above 0, normalized() is applied to this matrix first (NorMuon, Li et al. 2025).
 
     Args:
-        groups: with "parts", for each parameter the rows of the matrices that it stacks, "momentum", and "beta2", the
-            decay of the mean squares of neurons, 0 for none.
-        ranks: share the work. Under FSDP they gather matrices for it, at most MAX_GATHERED elements at a time.
+        groups: Muon's have "parts", the rows of the matrices that each parameter stacks; "momentum"; and "beta2", the
+            decay of the neurons' mean squares, 0 for none.
+        ranks: share the work; under FSDP they first gather the matrices, at most MAX_GATHERED elements at a time.
         precision: of the run. With bf16, matrices are orthogonalized in bf16, otherwise in fp32.
         options: of AdamW.
     """
@@ -234,7 +231,7 @@ class Muon(torch.optim.AdamW):
             self.dtype = torch.bfloat16
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the number of steps of every parameter
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a step count for every parameter
 
     def step(self) -> None:  # type: ignore[override]
         self.step_adamw()
@@ -287,7 +284,7 @@ class Muon(torch.optim.AdamW):
         updates = iter(orthogonalized(matrices, self.ranks, mean_squares, 1 - beta2))
         for parameter, parts in stacked:
             scaled = []
-            for rows, update in zip(parts, updates, strict=False):  # takes as many updates as there are parts
+            for rows, update in zip(parts, updates, strict=False):  # takes one update per part
                 scaled.append(update * math.sqrt(max(1, rows / parameter.size(1))))
             local, update = local_parts(parameter, torch.cat(scaled))
             local.mul_(1 - group["lr"] * group["weight_decay"])
@@ -297,10 +294,10 @@ class Muon(torch.optim.AdamW):
 def orthogonalized(
     matrices: list[Tensor], ranks: Ranks, squares: Sequence[Tensor] = (), weight: float = 0.0
 ) -> list[Tensor]:
-    """Return the nearest (semi-)orthogonal matrices, approximately; with `squares`, they are normalized().
+    """Return approximately the nearest (semi-)orthogonal matrices, normalized() if there are `squares`.
 
-    Matrices of one shape, or its transpose, are one batch. Every rank has all matrices, computes its share of each
-    batch, and receives the results of the other ranks.
+    Matrices of the same shape, or its transpose, form a batch. Every rank has all matrices, computes its share of each
+    batch, and gathers the results of the other ranks.
     """
     results = list(matrices)
     batches: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -335,13 +332,13 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def normalized(x: Tensor, mean_squares: list[Tensor], weight: float) -> Tensor:
-    """Divide the update of each neuron by its root mean square over the steps; the norms of the matrices stay.
+    """Divide each neuron's update by its running root mean square, and keep the norm of each matrix.
 
-    A neuron is a column of x (N, rows, columns), rows <= columns. The rows of orthogonal matrices have one norm anyway.
+    A neuron is a column of x (N, rows, columns), rows <= columns: the rows of an orthogonal matrix have equal norms.
 
     Args:
-        mean_squares: of the neurons of each matrix, (columns,) fp32; they are updated in place.
-        weight: of this step's squares in them.
+        mean_squares: of each matrix's neurons, (columns,) fp32; updated in place.
+        weight: of this step's squares in the running mean.
     """
     squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square() / x.size(1)  # (N, columns)
     means = torch.stack(mean_squares).to(x.device).lerp_(squares, weight)

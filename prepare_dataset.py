@@ -1,4 +1,4 @@
-"""Token shards and their manifest.json, from text of the Hugging Face Hub, of object stores or of files.
+"""Token shards and their manifest.json, from text on the Hugging Face Hub, in object stores or in local files.
 
     python prepare_dataset.py                                      # FineWeb-Edu, 10 B tokens, GPT-2's vocabulary
     python prepare_dataset.py --source stdlib --tokenizer bytes    # nothing to download
@@ -6,9 +6,9 @@
     python prepare_dataset.py --source corpus/ --tokenizer bpe:32768               # trains a tokenizer first
     python prepare_dataset.py --source stories.txt --separator '<|endoftext|>'     # many documents in one text
 
-Workers encode units of text, which depend only on the files. About a fortieth of the text, in pieces, goes to the
-validation split, the same for every tokenizer. So the shards are byte-identical for any number of workers, and after a
-kill the same command resumes with the unit after the last shard.
+Workers encode units of text, which depend only on the files. So the shards are byte-identical for any number of
+workers, and after a kill the same command resumes with the unit after the last shard. About a fortieth of the text, in
+pieces that are the same for every tokenizer, goes to the validation split.
 """
 
 import steadygpt.preflight  # noqa: F401  # before all others
@@ -63,9 +63,9 @@ DESCRIPTION = (
 SPLITS = ("train", "val")
 IN_USE = "wait until it has finished, or use a different --out"
 VAL_SHARE = 1 / 40
-VAL_BYTES = 400_000_000  # of the source in val, at most
-PIECES = 400  # of the source, at least: then val has about ten of them
-LEAST_PIECE = 64  # bytes of a piece: cuts within words cost tokens
+VAL_BYTES = 400_000_000  # most bytes of the source in val
+PIECES = 400  # least number of pieces of the source, so that val has about ten
+LEAST_PIECE = 64  # least bytes of a piece: cuts within words cost tokens
 SMALL_TOKENS = 50_000_000  # below this, the proposed next command trains the quickstart's model
 CONTEXT = 256  # of the quickstart's model, in tokens
 LARGE_CONTEXT = 1024  # of the default model
@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
 
 
 def default_name(source: str) -> str:
-    """Return the last part of a source without wildcards and suffix."""
+    """Return the last part of a source before any wildcard, without its suffix."""
     if source.startswith("hf:"):
         source = re.split("[:@]", source)[1]
     parts = takewhile(lambda part: not glob.has_magic(part), Path(source).parts)
@@ -145,7 +145,7 @@ def obtain_tokenizer(options: PrepareOptions, source: Source, out: Path) -> tupl
 
 
 def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
-    """Return the manifest of a new preparation, and train, download or copy the tokenizer.json that it asks for."""
+    """Train, download or copy the tokenizer of a new preparation; save and return its manifest."""
     record, vocab_size = obtain_tokenizer(options, source, out)
     if (out / MANIFEST).exists():  # of a preparation that was killed before its first shard was in the manifest
         for path in out.glob("*_*_??????.npy"):
@@ -182,9 +182,9 @@ def begin(options: PrepareOptions, source: Source, out: Path) -> Manifest:
 def show_progress(
     encoded: Iterable[tuple[list[Block], Encoded]], bar: ProgressBar, source: Source
 ) -> Iterator[tuple[list[Block], Encoded]]:
-    """Pass units on, and show how much of the source is done."""
+    """Yield the same units, and show how much of the source is done."""
     num_tokens = 0
-    amount_before = list(accumulate((file.size for file in source.files), initial=0))  # each file
+    amount_before = list(accumulate((file.size for file in source.files), initial=0))  # bytes before each file
     for unit, encoding in encoded:
         yield unit, encoding
         num_tokens += len(encoding.ids)
@@ -194,12 +194,12 @@ def show_progress(
 
 
 def prepare(options: PrepareOptions, out: Path) -> Manifest:
-    """Begin or continue a preparation, and return its manifest when it is complete."""
+    """Begin or resume a preparation, and return its manifest when it is complete."""
     name = options.source
     if name == "fineweb-edu":
         name = FINEWEB_EDU
     begun = Manifest.load(out, options)
-    if begun and begun.complete and begun.commit:  # the Hub is not asked without need
+    if begun and begun.complete and begun.commit:  # no need to ask the Hub
         print(f"{out}: already complete")
         return begun
     commit = begun.commit if begun and begun.shards else ""
@@ -222,7 +222,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
             check_unchanged(source, find_source(name, "", options.max_files, out, options.text_field), out)
     except UserError:
         kept = Manifest.load(out, options)
-        if kept is None or not kept.shards:  # nothing is written, so nothing has to be the same next time
+        if kept is None or not kept.shards:  # no shard is written, so the next command may differ
             (out / MANIFEST).unlink(missing_ok=True)
             if not had_tokenizer:
                 (out / TOKENIZER_JSON).unlink(missing_ok=True)
@@ -233,7 +233,7 @@ def prepare(options: PrepareOptions, out: Path) -> Manifest:
 
 
 def continued(begun: Manifest | None, source: Source, out: Path) -> Manifest | None:
-    """Return the manifest of a preparation that fits the files; None if it does not, and has written nothing yet."""
+    """Return the manifest to resume; None to begin again, because the files changed before the first shard."""
     if not begun:
         return None
     now = source.fingerprint
@@ -275,7 +275,7 @@ def write_missing(source: Source, manifest: Manifest, out: Path, workers: int) -
 
 
 def next_command(manifest: Manifest, out: Path) -> str:
-    """Return a command that trains on the shards, and warn if there are too few tokens for its validation."""
+    """Return a command that trains on the shards; warn if there are too few tokens for it or for validation."""
     flags = f"--data_dir {shlex.quote(str(out))}"
     is_small = manifest.tokens < SMALL_TOKENS
     context = CONTEXT if is_small else LARGE_CONTEXT
@@ -321,5 +321,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C
     run_cli(main)

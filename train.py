@@ -2,7 +2,7 @@
 
     python train.py --config quickstart                          # a laptop CPU or one GPU
     torchrun --nproc_per_node=4 train.py --use_tensorboard       # four GPUs
-    torchrun --nproc_per_node=4 train.py --resume latest         # continue, perhaps on another number of GPUs
+    torchrun --nproc_per_node=4 train.py --resume latest         # resume, on any number of GPUs
     python train.py --help                                       # all options
 
 A step runs total_batch_size tokens forward and backward in micro-steps, averages the gradients over the ranks and
@@ -56,7 +56,7 @@ from steadygpt.start.settle import Settled, settle
 
 
 def train_step(run: Run, batches: BatchLoader) -> StepResult:
-    """Take the next optimizer step, unless its loss or gradient forbids it.
+    """Compute the gradients of the next step, and update the weights unless judge() skips the update.
 
     Raises: Stopped on all ranks together; the weights are unchanged.
     """
@@ -65,12 +65,12 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     grad_accum_steps = config.grad_accum_steps(run.ranks.world_size)
     # Set the learning rate of this step.
     lr = set_rates(run.optimizer, config, step)
-    # Reset the gradients. Those of DDP are views of its buckets, so they are set to zero in place.
+    # Reset the gradients. Under DDP they are views of its buckets, so zero them in place.
     run.optimizer.zero_grad(set_to_none=not isinstance(run.forward, DistributedDataParallel))
-    means: list[Tensor] = []  # of the terms of the loss, (terms,) of each micro-step
+    means: list[Tensor] = []  # mean of each loss term, (terms,) per micro-step
     for micro_step in range(grad_accum_steps):
         run.requests.agree()
-        # Seeded by (seed, step, micro-batch), so a resumed step repeats its dropout masks, also on other ranks.
+        # Seed with (seed, step, micro-batch): a resumed step repeats its dropout masks, on any number of ranks.
         micro_batch = run.ranks.rank * grad_accum_steps + micro_step
         seed(run.ranks.device, ((config.seed * 1_000_003 + step) * 65_537 + micro_batch) % 2**63)
         inputs, targets = batches.next()
@@ -80,24 +80,24 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
             with run.autocast():
                 terms = run.forward(inputs, targets)
             mean = mean_terms(terms)
-            # Add its gradients to those of the other micro-batches.
+            # Accumulate its gradients.
             run.scaler.scale(mean.sum() / grad_accum_steps).backward()
         means.append(mean.detach())
     run.scaler.unscale_(run.optimizer)
-    # What reads the gradients before they are clipped goes here. Each scalar in `measured` is logged with the step;
-    # under FSDP, full_tensor() makes it whole.
+    # Code that reads unclipped gradients goes here. Each scalar in `measured` is logged with the step; under FSDP,
+    # gather it with full_tensor().
     measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     # Clip the gradients.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     measured["grad_norm"] = full_tensor(grad_norm)
     run.scaler.update()
-    # Average what was measured over micro-steps and ranks, so that all ranks decide alike about a NaN or a spike.
+    # Average the measurements over micro-steps and ranks, so that all ranks judge the step alike.
     numbers, run.requests.agreed = run.ranks.step_numbers(measured, run.requests.of_this_rank())
-    # Decide whether the update is applied.
+    # Decide whether to apply the update.
     loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
     result = judge(config, run.state.recent_losses, step, lr, loss_scale, **numbers)
     if result.updated:
-        # Update the weights. Not by scaler.step(), because judge() also skips NaN and spikes.
+        # Update the weights, not with scaler.step(): judge() also skips NaN and spikes.
         run.optimizer.step()
     return result
 
@@ -107,7 +107,7 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
 
 
 def train(run: Run, after_step: Callable[[], None]) -> None:
-    """Evaluate, save and take steps, up to the last step.
+    """Evaluate, save and take steps until max_steps.
 
     Raises: Stopped or Diverged, on all ranks together.
     """
@@ -129,7 +129,7 @@ def train(run: Run, after_step: Callable[[], None]) -> None:
 
 
 def train_and_save(run: Run) -> tuple[str, str]:
-    """Train until the run finishes, stops or diverges, and save; return how it ended and why, as in status.json."""
+    """Train until the run finishes, stops or diverges, then save; return status and reason, as in status.json."""
     config = run.config
     trace = Path(config.checkpoint_dir, TENSORBOARD, f"rank{run.ranks.rank}.pt.trace.json.gz")
     status = "finished"
@@ -167,7 +167,7 @@ def train_to_end(run: Run) -> int:
     try:
         status, reason = train_and_save(run)
     except Exception as error:
-        if run.requests.asked and not run.meter.steps:  # the signal has ended a compiler, too
+        if run.requests.asked and not run.meter.steps:  # the signal also ended a compiler process
             status = "stopped"
             reason = run.requests.REASONS[run.requests.asked]
         else:
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ranks.sharing_errors():
             if ranks.is_main and command.trains:
                 lock = stack.enter_context(lock_folder(Path(command.checkpoint_dir), IN_USE))
-        # Decide what to do; this only reads. Skip it at first reading.
+        # Decide what to do; skip it on a first reading. Nothing is written yet, except downloads.
         start, asked, found = find_start(command, set_by, ranks)
         data = open_data(start, asked, ranks)
         settled = settle(start, asked, data, ranks)
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log = stack.enter_context(RunLog(config, ranks, lock))
         if has_finished(start, config, ranks):
             return end_finished(start, config, ranks, log)
-        # Say it.
+        # Print the plan.
         with ranks.sharing_errors():
             if ranks.is_main:
                 notes = [*found, *settled.notes, *ignored, *check_start(start, config, data)]
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     log.say("\n".join(forecast(start, config, data, ranks)))
         if config.dry_run:
             return 0
-        # Do it.
+        # Build and train.
         if ranks.is_main and config.trains:
             Requests.raise_until_listen()
         with out_of_memory_explained(config, ranks):
@@ -227,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_and_train(start: Start, settled: Settled, data: Data, ranks: Ranks, log: RunLog) -> int:
     """Build the run and train it to its end, or only evaluate it; return the exit status.
 
-    At its return the model is freed, before the ranks leave their process group. If DDP held the last reference to the
-    group, it would wait for the threads of gloo while it holds the GIL, which they may need.
+    Returning frees the model before the ranks leave their process group. If DDP held the last reference to the group,
+    freeing it would wait for gloo's threads while holding the GIL, which they may need.
     """
     run = build(start, settled, data, ranks, log)
     if run.config.eval_only:
@@ -236,13 +236,13 @@ def build_and_train(start: Start, settled: Settled, data: Data, ranks: Ranks, lo
     with ranks.sharing_errors():
         if ranks.is_main:
             open_folder(run, start)
-    # Unmapped, so that the disk space of the file is free once later saves replace it.
+    # Unmap the checkpoint, so that its disk space is freed once later saves replace the file.
     start.checkpoint = start.weights = None
     return train_to_end(run)
 
 
 def has_finished(start: Start, config: TrainConfig, ranks: Ranks) -> bool:
-    """Return whether the run has taken all its steps and said so. If it has not said so, a kill has cut off its end."""
+    """Return whether all steps are taken and status.json says "finished", which a kill may have prevented."""
     if not start.checkpoint or config.eval_only or start.state.step < config.max_steps:
         return False
     status = read_status(Path(config.checkpoint_dir)) if ranks.is_main else {}
@@ -250,7 +250,7 @@ def has_finished(start: Start, config: TrainConfig, ranks: Ranks) -> bool:
 
 
 def end_finished(start: Start, config: TrainConfig, ranks: Ranks, log: RunLog) -> int:
-    """Say that the run is finished, and upload what its mirror lacks."""
+    """Report that the run is finished, upload what its mirror lacks, and return the exit status."""
     ended = f"this run is finished, at step {start.state.step:,}"
     log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
     if config.mirror and config.trains:
@@ -265,7 +265,7 @@ def end_finished(start: Start, config: TrainConfig, ranks: Ranks, log: RunLog) -
 
 
 def evaluate_only(run: Run, start: Start) -> int:
-    """Evaluate the weights of a checkpoint, or of --init_from."""
+    """Evaluate the weights of a checkpoint, or of --init_from, and return the exit status."""
     run.log.say(f"{start.path or run.config.init_from} at step {run.state.step:,}:")
     run.requests.listen()
     try:

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(options.name if is_folder else options.checkpoint_dir)
     if options.name != "latest" and options.action != "download" and not is_folder:
         raise UserError(f"{options.action} {options.name}: expected no name; it acts on all checkpoints")
-    if not options.mirror:  # run.json has that of the last launch, but a folder may come from elsewhere
+    if not options.mirror:  # not taken from run.json, because the folder may come from elsewhere
         raise OptionError("mirror", "missing", "a URL such as s3://bucket/run")
     if options.action == "list":
         return print_checkpoints(folder, options.mirror)

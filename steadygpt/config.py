@@ -1,9 +1,7 @@
 """The options of train.py: flags, help, TOML keys, what a checkpoint stores.
 
-TrainConfig has them all. Those of the model and of its updates are declared in model.py and optim.py, which use them.
-
-Flags override --config NAME|FILE.toml, which overrides the defaults. On resume, the checkpoint's values replace the
-defaults.
+TrainConfig has all options; model.py and optim.py declare those that they use. Flags override --config
+NAME|FILE.toml, which overrides the defaults. On resume, the checkpoint's values replace the defaults.
 """
 
 import dataclasses
@@ -27,7 +25,7 @@ from steadygpt.data.shards import parse_folders
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
-FINEWEB_EDU_TOKENS = 18795 * 524288  # of an epoch of the default data: what a plan assumes until it is there
+FINEWEB_EDU_TOKENS = 18795 * 524288  # per epoch of the default data, for plans before it is prepared
 MAX_NAME = 200  # characters
 
 # Options by their group in --help.
@@ -117,7 +115,7 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
 
     def __post_init__(self):
         check_options(self)
-        if self.alert_url and not WEBHOOK.fullmatch(self.alert_url):  # which is a secret, so the error has no value
+        if self.alert_url and not WEBHOOK.fullmatch(self.alert_url):  # a secret: the error must not show it
             expected = "http:// or https://, a server and a path, without a user name (ntfy takes ?auth=... instead)"
             raise OptionError("alert_url", "not the URL of a webhook", expected)
         if len(self.run_name) > MAX_NAME or not self.run_name.isprintable():
@@ -126,7 +124,7 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
         parse_folders("mix", self.mix), parse_folders("val", self.val)
 
     def check_together(self) -> None:
-        """Check options against each other; on resume, once the checkpoint's values are among them."""
+        """Check that the options fit together; on resume, after the checkpoint's values are filled in."""
         self.check_shape()
         evaluates = self.eval_freq or self.hellaswag_freq or self.sample_freq
         for is_wrong, problem in (
@@ -136,7 +134,7 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
                 "--max_steps, --num_epochs and --tokens_per_parameter are all 0; give one of them",
             ),
             (self.skip_spikes and not self.spike_z, "--skip_spikes needs a --spike_z above 0, which defines a spike"),
-            # Muon's learning rate follows the same curve.
+            # Muon's learning rate is a ratio to max_lr.
             (self.optimizer == "muon" and not self.max_lr, "--optimizer muon needs a --max_lr above 0"),
             (
                 self.eval_only and not evaluates,
@@ -155,21 +153,21 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
 
     @property
     def trains(self) -> bool:
-        """Whether this is a run, which writes; a dry run and --eval_only only read."""
+        """False for --dry_run and --eval_only, which write nothing."""
         return not (self.dry_run or self.eval_only)
 
     def sources(self) -> dict[str, tuple[str, Fraction]]:
-        """Return name -> (folder, weight) of the training data: those of mix, or data_dir alone."""
+        """Return name -> (folder, weight) of the training data, from mix, or else data_dir alone."""
         name = Path(self.data_dir).absolute().name or "data"
         return parse_folders("mix", self.mix) if self.mix else {name: (self.data_dir, Fraction(1))}
 
     @property
     def order(self) -> Order:
-        """What decides the order of the training rows."""
+        """The options that determine the order of the training rows."""
         return Order(self.seed, self.shuffle_shards, self.shuffle_rows)
 
     def with_tokens_of_step(self, world_size: int) -> "TrainConfig":
-        """Return the configuration of a first launch, in which micro_steps, if any, set total_batch_size."""
+        """Return the configuration of a new run, with total_batch_size computed from micro_steps, if given."""
         if not self.micro_steps:
             return self
         if not self.mini_batch_size:
@@ -190,7 +188,7 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
         return {"ddp": False, "fsdp": True}[self.sharding]
 
     def repeats_bits(self, device_type: str) -> bool:
-        """Return whether an equal launch computes the same bits again."""
+        """Return whether an identical launch reproduces the same bits."""
         return self.deterministic or device_type == "cpu"
 
     def ranks_per_copy(self, world_size: int) -> int:
@@ -203,7 +201,7 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
 
     @property
     def rows_per_step(self) -> int:
-        return max(1, self.total_batch_size // self.context_length)  # 0 is an error of possible_rows()
+        return max(1, self.total_batch_size // self.context_length)  # possible_rows() refuses 0
 
     def possible_rows(self, world_size: int) -> list[int]:
         """Return every mini_batch_size that splits the tokens of a step evenly, in ascending order."""
@@ -237,9 +235,9 @@ class TrainConfig(OptimConfig, GPTOptions, GPTConfig):
 
 
 FIELDS = options_of(TrainConfig)
-# The options that checkpoints store: the others belong to one launch, or say where one run writes.
+# The options that checkpoints store; the others belong to one launch.
 STORED = [name for name, f in FIELDS.items() if f.metadata["on_resume"] in ("never", "ask", "free")]
-# Two names of one thing: an option replaces the other one of a preset or a checkpoint.
+# Alternatives: an option replaces the other one in a preset or a checkpoint.
 EXCLUSIVE = {"total_batch_size": "micro_steps", "data_dir": "mix", "max_steps": "tokens_per_parameter"}
 EXCLUSIVE |= {other: name for name, other in EXCLUSIVE.items()}
 ABOUT = (
@@ -275,7 +273,7 @@ def parse_args(
 
 
 def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
-    """Return flags on top of the preset or TOML file that --config names, which the files `read_by` include."""
+    """Return flags on top of the preset or TOML file that --config names; the files `read_by` include that file."""
     for name in flags:
         excluded = EXCLUSIVE.get(name)
         if excluded in flags:
@@ -303,7 +301,7 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
                 raise UserError(f"{option} is {value!r:.50}; expected NAME = VALUE, where VALUE is a text or a number")
         argv = [f"--{option}={value}" for option, value in written.items()]
         preset = _on_preset(read_flags(TrainConfig, argv, ABOUT), (*read_by, name))
-    except (ValueError, RecursionError) as error:  # a ValueError: TOML or UTF-8 that is none, or too large a number
+    except (ValueError, RecursionError) as error:  # a ValueError: invalid TOML or UTF-8, or too large a number
         raise UserError(f"{path}: not TOML: {error}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -1,6 +1,6 @@
-"""The launch of a command, which imports this module before all others.
+"""Checks and settings at the launch of a command, which imports this module before all others.
 
-Where a command is only imported, by a test or a notebook, this changes nothing.
+Importing a command, as tests and notebooks do, has no effect.
 """
 
 import importlib.util
@@ -14,12 +14,12 @@ PACKAGES = ("torch", "numpy", "tiktoken", "msgspec", "tqdm")
 
 
 def launch() -> None:
-    # Python turns Ctrl-C into an exception, which imports may swallow or answer with exceptions of their own. Nothing
-    # can be lost before run_cli(), so Ctrl-C just ends the process.
+    # Python turns Ctrl-C into an exception, which imports may swallow or replace. Nothing can be lost before run_cli(),
+    # so Ctrl-C just ends the process.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Waiting threads spin 300,000 times by default, which slows training on a CPU down many times while other programs
-    # run. OMP_WAIT_POLICY=PASSIVE, no spinning, costs 7 % of small steps on idle cores.
+    # Waiting threads spin 300,000 times by default, which makes training on a CPU many times slower while other
+    # programs run. OMP_WAIT_POLICY=PASSIVE, no spinning, makes small steps on idle cores 7 % slower.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]

@@ -1,4 +1,4 @@
-"""Atomic file writes, folder locks, copies of files, and paths that do not exist yet."""
+"""Atomic file writes, hard links, fsync and folder locks."""
 
 import errno
 import fcntl
@@ -15,8 +15,8 @@ from typing import IO
 
 from steadygpt.base.options import UserError
 
-PIECE_BYTES = 2**25  # of an UncachedFile
-NO_FSYNC = (errno.EINVAL, errno.ENOTSUP)  # of a folder, on file systems that cannot write one to the disk
+PIECE_BYTES = 2**25  # most that an UncachedFile writes at once
+NO_FSYNC = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot fsync a folder
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], durable: bool = True) -> None:
@@ -69,8 +69,8 @@ def open_new(path: Path, cached: bool) -> IO[bytes]:
 class UncachedFile(io.FileIO):
     """A new file whose content leaves the page cache as soon as it is on the disk, piece by piece.
 
-    So a file of gigabytes neither pushes the training data out of the cache nor leaves all its writing to the end,
-    when it would delay the steps. The next reader of the file must read it from the disk.
+    So a file of gigabytes neither evicts the training data from the cache nor is written to the disk all at the end,
+    which would delay the steps. The next reader of the file must read it from the disk.
     """
 
     def write(self, data) -> int:
@@ -105,7 +105,7 @@ def sha256_of(path: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """Return a path or the first folder above it that exists."""
+    """Return the path, or its closest parent folder that exists."""
     places = (path.absolute(), *path.absolute().parents)
     return next(place for place in places if os.path.exists(place))  # noqa: PTH110 (Path.exists may raise)
 
@@ -156,7 +156,7 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
 
 
 def _take(file: IO[str]) -> None:
-    """Lock a file. For half a second, a lock may be a monitor's, which holds it for an instant: see lock_owner()."""
+    """Lock a file; retry for half a second, because a monitor may hold the lock briefly: see lock_owner()."""
     until_s = time.monotonic() + 0.5
     while True:
         try:
@@ -181,7 +181,7 @@ def lock_owner(folder: Path) -> str:
 def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
     """Return whether the path of a folder still leads to the lock that this process has taken there.
 
-    It does not after the folder was moved or deleted, when another run may have begun at its path.
+    It no longer does after the folder was moved or deleted; another run may then use the path.
     """
     try:
         return os.path.samestat((folder / ".lock").stat(), os.fstat(lock.fileno()))

@@ -55,7 +55,7 @@ BEGINNINGS = {
     struct.pack("<i", 20240520): LLMC_IDS,
     struct.pack("<i", 20240801): LLMC_IDS,
 }
-# Pattern of a file's name -> the same. The first one that fits counts.
+# Pattern of a file's name -> the same. The first match applies.
 NAMES = {
     ADAPTER: MERGE,
     "adapter_model.*": MERGE,
@@ -83,7 +83,7 @@ NAMES = {
     "*.h5": OTHER_LIBRARY, "*.msgpack": OTHER_LIBRARY, "*.onnx": OTHER_LIBRARY, "*.ot": OTHER_LIBRARY,
     "*.tflite": OTHER_LIBRARY,
 }  # fmt: skip
-# A key of the content of a file of torch.save, or of a dictionary in it -> the same.
+# A key of the content of a torch.save file, or of a dictionary in it -> the same.
 CONTENTS = {
     "model_args.dim": (
         "a checkpoint of llama2.c; export it there: python export.py NEW_FOLDER --checkpoint {file} --version -1"
@@ -139,7 +139,7 @@ def what_it_begins_as(path: Path) -> str:
 
 
 def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
-    """Return what a file of torch.save with this content is, and what to do with it; "" if that is unknown."""
+    """Return what a torch.save file with this content is, and what to do with it; "" if that is unknown."""
     names = [str(key) for key in content]
     for outer, inner in content.items():
         if isinstance(inner, Mapping):
@@ -151,5 +151,5 @@ def what_it_holds(content: Mapping[Any, Any], path: Path) -> str:
 
 
 def _filled(advice: str, file: Path) -> str:
-    """Put the path of a file and its folder into an advice, quoted for a shell."""
+    """Fill the paths of a file and its folder, quoted for a shell, into advice."""
     return advice.format(file=shlex.quote(str(file)), folder=shlex.quote(str(file.parent)))

@@ -1,4 +1,4 @@
-"""Options declared once as dataclass fields: flags, help, bounds; and errors of one line for users' mistakes."""
+"""Options declared once as dataclass fields: flags, help, bounds; and one-line errors for users' mistakes."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ from steadygpt import __version__
 from steadygpt.base.text import printable
 
 Options = TypeVar("Options")  # a dataclass
-OTHER_TRAINERS = Path(__file__).with_name("other_trainers.toml")  # what other programs call our options
+OTHER_TRAINERS = Path(__file__).with_name("other_trainers.toml")  # names of our options in other programs
 OF_PATHS = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 SECRETS = re.compile(  # in URLs: a password, but not a port; a token in place of a user; a parameter
     r"(://)[^\s/:@']*:(?!\d*(?:/|$))[^\s@']*(?=@)|(https?://)[^\s/:@']+(?=@)"
@@ -39,7 +39,7 @@ ON_OFF = {"on": True, "true": True, "1": True, "yes": True, "off": False, "false
 class UserError(Exception):
     """A mistake in flags, configuration, data or checkpoint files; never a bug in SteadyGPT.
 
-    Every function that reads what users give may raise it, so docstrings do not repeat it; run_cli() prints one line.
+    Every function that reads user input may raise it, so docstrings do not mention it; run_cli() prints one line.
     """
 
 
@@ -52,7 +52,7 @@ class LostRankError(Exception):
 
 
 class OptionError(UserError):
-    """A value that an option does not accept. `name` is that of the field; other formats report their own name."""
+    """A value that an option does not accept. `name` is the field; other readers put their key in its place."""
 
     def __init__(self, name: str, found: object, expected: str):
         super().__init__(f"--{name} is {found}; expected {expected}")
@@ -69,7 +69,7 @@ def option(
     group: str = "arguments",
     *,
     choices: tuple = (),
-    aliases: tuple[str, ...] = (),  # other names of the flag, without dashes; one letter stands behind one dash
+    aliases: tuple[str, ...] = (),  # other names of the flag, without dashes; a single letter takes one dash
     spellings: Mapping[str, str] = {},  # other words for values of this option, such as other trainers'
     at_least: float = 0,  # bounds of numbers
     at_most: float = math.inf,
@@ -84,7 +84,7 @@ def option(
 
 
 def options_of(options: Any) -> dict[str, dataclasses.Field]:
-    """Return the options of a dataclass, or of an object, by name; fields without metadata are no options."""
+    """Return the options of a dataclass, or of an object, by name; fields without metadata are not options."""
     return {f.name: f for f in dataclasses.fields(options) if f.metadata}
 
 
@@ -94,7 +94,7 @@ def shown_options(options: Any) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with ... in place of passwords and tokens in the URLs that it quotes."""
+    """Return a text with ... in place of passwords and tokens in its URLs."""
     return SECRETS.sub(r"\1\2\3...", text)
 
 
@@ -154,7 +154,7 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
     argv = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), argument) for argument in argv]
     fields = options_of(options)
     if any(f.metadata["positional"] for f in fields.values()):
-        # A word after a switch is an argument of the command, unless it is on or off: --once FOLDER.
+        # A word after a switch is a positional argument, unless it is on or off: --once FOLDER.
         switches = {f"--{name}" for name, f in fields.items() if kind_of(f) is bool}
         for i, (flag, word) in enumerate(itertools.pairwise(argv)):
             if flag in switches and word.lower() not in ON_OFF:
@@ -165,7 +165,7 @@ def read_flags(options: type, argv: Sequence[str], description: str = "") -> dic
     return vars(values)
 
 
-@cache  # used several times: a preset is read as flags too, and so is a preset that it names
+@cache  # used several times: presets, and presets that they name, are read as flags too
 def _parser(options: type, description: str) -> argparse.ArgumentParser:
     fields = options_of(options)
     words = [name for name, f in fields.items() if f.metadata["positional"]]
@@ -217,7 +217,7 @@ def _unknown_text(unknown: Sequence[str], options: type) -> str:
         if before.startswith("-") and "=" not in before and not is_flag:
             continue  # the value of an unknown flag
         name = word.lstrip("-").lower() if is_flag else ""
-        # 0.85: a typing mistake, or a letter more or less. Below that, names are similar by chance.
+        # 0.85: a typo, or one letter more or less. Below that, names are similar by chance.
         [close] = difflib.get_close_matches(name, [*options_of(options), *advice_of_flag], n=1, cutoff=0.85) or [name]
         if advice_of_flag.get(close):
             advice = advice_of_flag[close]
@@ -263,18 +263,20 @@ def version_text() -> str:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's `main()` and exit: with its status, 2 and one line for a `UserError` or a path that cannot be
-    used, 128 + the number of the signal that interrupts it (Ctrl-C: 130), 1 and a traceback for other exceptions.
+    """Run a command's `main()` and exit with its status, or after an exception:
+
+    2 and one line for a UserError or a path that cannot be used; 1 and one line for a lost rank; 128 + the number of
+    the signal that interrupts it (Ctrl-C: 130); 0 if the reader of its pipe has exited; 1 and a traceback for others.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  # None if the shell has closed it: >&-
         stream.reconfigure(errors="backslashreplace")  # texts may have characters that the terminal's encoding lacks
         setattr(sys, name, stream)
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see preflight.py; here, where it is caught
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see preflight.py; from here on, it is caught
             signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main() or 0
-        sys.stdout.flush()  # here, because the pipe may be closed before the last lines
+        sys.stdout.flush()  # here, because the pipe may be closed, which is handled below
     except UserError as error:
         status = 2
         if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
@@ -290,7 +292,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except Exception as error:
         status = 1
         if isinstance(error, BrokenPipeError) and (has_lost_reader(sys.stdout) or has_lost_reader(sys.stderr)):
-            status = 0  # `... | head` has closed the pipe; the pipe of a socket would be an error
+            status = 0  # `... | head` has closed the pipe; a broken socket would be an error
             mute(sys.stdout)
         elif isinstance(error, OSError) and error.filename and error.errno in OF_PATHS:
             status = 2  # a path that a user gave: even Path.exists() raises these
@@ -299,9 +301,9 @@ def run_cli(main: Callable[[], int | None]) -> None:
         else:
             traceback.print_exc()
     if "RANK" in os.environ or threading.active_count() > 1:
-        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If one of them
-        # asks for the GIL while the interpreter shuts down, it aborts (SIGABRT). After an exception, shutting down NCCL
-        # may wait for the other ranks. So exit without shutting the interpreter down.
+        # FSDP's caches keep gloo's threads alive after destroy_process_group, and a download may run. If such a thread
+        # asks for the GIL while the interpreter shuts down, the process aborts (SIGABRT). After an exception, shutting
+        # down NCCL may wait for the other ranks. So exit without shutting the interpreter down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

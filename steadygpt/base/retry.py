@@ -10,7 +10,7 @@ from steadygpt.base.options import UserError
 from steadygpt.base.progress import say
 
 Result = TypeVar("Result")
-# A request without an answer is repeated for this long. In a run, other ranks wait only --timeout_minutes for rank 0.
+# A failing request is retried for this long. In a run, other ranks wait only --timeout_minutes for rank 0.
 PATIENCE_S = 25 * 60.0
 FIRST_PATIENCE_S = 6.0  # the same until the service has answered once, because there may be no network
 LONGEST_PAUSE_S = 60.0
@@ -71,7 +71,7 @@ class Service:
 
 
 def passing_cause(error: BaseException | None) -> BaseException | None:
-    """Return the error or its cause if a retry may help: a lost connection, a server error, too many requests."""
+    """Return the error or the cause that a retry may help: a lost connection, a server error, too many requests."""
     while error is not None and not HOPELESS & kinds(error):
         status = status_of(error)
         if status:
@@ -86,7 +86,7 @@ def passing_cause(error: BaseException | None) -> BaseException | None:
 
 def is_local(error: BaseException) -> bool:
     """Return whether an error is this machine's, such as a full disk."""
-    # s3fs raises an OSError with an errno also for the status of a response.
+    # s3fs also raises an OSError with an errno for the status of a response.
     is_remote = _is_passing(error) or status_of(error) or (error.__cause__ and status_of(error.__cause__))
     return isinstance(error, OSError) and error.errno is not None and not is_remote
 
@@ -116,7 +116,7 @@ def status_of(error: BaseException) -> int:
 
 
 def asked_pause_s(error: BaseException) -> float:
-    """Return the seconds after which a server asks for the next request, 0 if it does not ask."""
+    """Return the seconds that a server asks to wait before the next request; 0 if it does not ask."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         headers = {key.title(): value for key, value in response["ResponseMetadata"].get("HTTPHeaders", {}).items()}

@@ -1,4 +1,4 @@
-"""Times, sizes, counts and flags in words; imports no PyTorch, so that the monitor starts at once."""
+"""Times, sizes, counts and flags as text; imports no PyTorch, so that the monitor starts at once."""
 
 import codecs
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
-# Byte-order marks at the beginning of texts. UTF-32 comes first, because its mark may begin with that of UTF-16.
+# Byte-order marks. UTF-32 comes first, because its little-endian mark begins with UTF-16's.
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 
@@ -19,7 +19,7 @@ def encoding_of(beginning: bytes) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text from elsewhere, safe to print on one line: \\x1b for a control character, \\xff for a bad byte.
+    """Return untrusted text, safe to print on one line: \\x1b for a control character, \\xff for a bad byte.
 
     Args:
         keep: characters that stay, such as line breaks.
@@ -36,14 +36,14 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def columns_of(stream: IO[str]) -> float:
-    """Return the columns of the terminal that a stream is; infinity for a file or a pipe, whose lines are not cut."""
+    """Return the width of a terminal in columns; infinity for a file or a pipe, whose lines are not cut."""
     with suppress(OSError, ValueError):  # no terminal; closed, or without a descriptor
         return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal without a size, as in containers
     return math.inf
 
 
 def fitting(parts: Mapping[str, str], columns: float, expendable: Sequence[str]) -> str:
-    """Return the parts of a line with | between them, without as many of `expendable` as it takes to fit, in order."""
+    """Join the parts of a line with |, and drop `expendable` parts, in their order, until the line fits."""
     kept = dict(parts)
     for name in expendable:
         if len(" | ".join(kept.values())) <= columns:
@@ -65,7 +65,7 @@ def duration_text(seconds: float) -> str:
 
 
 def scaled_text(count: float, units: Sequence[str]) -> str:
-    """Return a number with three digits and one of `units`, each of which is a thousand times the one before."""
+    """Return a number with three digits and one of `units`, each a thousand times the previous one."""
     *smaller, largest = units
     for unit in smaller:
         if count < 999.5:
@@ -88,7 +88,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def some(texts: Sequence[str], noun: str, most: int = 8) -> list[str]:
-    """Return the first texts and, in place of all others, their number."""
+    """Return the first `most` texts, then "and N more" if there are others."""
     if len(texts) <= most:
         return list(texts)
     return [*texts[:most], f"and {counted(len(texts) - most, f'more {noun}')}"]

@@ -1,4 +1,4 @@
-"""Content of files as objects of declared types, which msgspec checks: JSON, and the plain part of a checkpoint."""
+"""JSON, and the plain part of a checkpoint, as objects of declared types that msgspec checks."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ def typed(content: object, kind: Any, name: object, advice: str) -> Any:
     Keys that a dataclass or a TypedDict does not declare are left out.
 
     Args:
-        kind: any type of msgspec, perhaps Annotated with its Meta. A NamedTuple is a list in a file.
+        kind: any type that msgspec supports, perhaps Annotated with its Meta. A NamedTuple is a list in a file.
         name: of the file, for errors.
         advice: what to do.
     """

@@ -5,9 +5,9 @@
     epoch_XXXXX.pt                  the end of an epoch: the newest keep_epochs, by default all
     stable.pt                       the last step before the cool-down of --schedule wsd
     best_model.pt                   the best validation loss so far
-    best_model_step_XXXXXX.pt       the best on other validation rows, before a change of them
+    best_model_step_XXXXXX.pt       the best on earlier validation rows, before these changed
 
-A file is torch.save of plain types and tensors, the same for any topology that it was trained on.
+A file is torch.save of plain types and tensors, the same for any number of ranks and any sharding.
 """
 
 import errno
@@ -55,7 +55,7 @@ PICKLE = (
 ADVICE = "take another checkpoint, or the version of SteadyGPT that wrote it"
 
 Scores = dict[str, Number | None]  # such as val_loss; None: not finite
-# Fields of weights without a run, from which no run can resume.
+# Fields of converted weights, from which no run can resume.
 WITHOUT_RUN = {
     "optimizer": {},
     "scaler": {},
@@ -68,17 +68,17 @@ WITHOUT_RUN = {
 
 
 class DataRecord(TypedDict):
-    """The data that a run trains on, and how its rows follow from the steps."""
+    """The data that a run trains on, and how each step maps to its rows."""
 
     phase: Phase  # the current one
     sources: dict[str, tuple[str, str]]  # name -> folder, digest of the shards
-    first_step: Count  # since which each step has had as many rows, from the same mixture
+    first_step: Count  # first step with the current batch size and mixture
     first_row: Count  # of that step
-    shards: list[tuple[str, int, int]]  # those that were read and found intact: see stamp()
+    shards: list[tuple[str, int, int]]  # verified shards: see stamp()
 
 
 class LaunchRecord(TypedDict):
-    """The launch that wrote a checkpoint, as its line in metrics.jsonl has it (LaunchLine)."""
+    """The launch that wrote a checkpoint, as in its line of metrics.jsonl (LaunchLine)."""
 
     id: Id
     parent: str
@@ -94,10 +94,10 @@ class CheckpointContent(TypedDict):
     optimizer: dict[str, dict[str, Tensor]]  # name of the parameter -> kind -> tensor; empty before the first step
     scaler: dict[str, int | Number]  # the state of the loss scaler; empty without fp16
     epoch: Loss
-    options: dict[str, Any]  # of STORED, as they were asked for
+    options: dict[str, Any]  # STORED options, see Settled.of_run
     data: DataRecord | None
     launch: LaunchRecord | None
-    metrics_bytes: Count  # size of metrics.jsonl at the save: what follows there is repeated after a resume
+    metrics_bytes: Count  # size of metrics.jsonl at the save: a resumed run repeats the steps after it
     saved_at: Annotated[float, Meta(ge=0, le=2**41)]  # seconds since 1970
 
 
@@ -107,12 +107,12 @@ class TrainState:
 
     step: Count = 0  # steps taken, skipped updates included
     rows_consumed: Count = 0
-    loss: Loss | None = None  # of the last step that was finite
+    loss: Loss | None = None  # of the last finite step
     recent_losses: list[Number] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
     elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
     scores: Scores = field(default_factory=dict)  # of the evaluations of these weights
-    validated_on: str = ""  # which rows val_loss was measured on: losses on other rows cannot be compared
+    validated_on: str = ""  # the rows that val_loss was measured on: losses on other rows are not comparable
 
     def total_s(self) -> float:
         """Return the wall-clock seconds of the run so far, over all launches."""
@@ -136,7 +136,7 @@ def checkpoint_bytes(model: GPT, optimizer: str, page_locked: bool = False) -> i
     """Return the bytes of the weights and of the optimizer's state.
 
     Args:
-        page_locked: count memory in which PyTorch rounds each tensor up to a power of two.
+        page_locked: round each tensor up to a power of two, as PyTorch does in page-locked memory.
     """
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     shapes += state_shapes(model.config, optimizer).values()
@@ -184,7 +184,7 @@ def check_tensors(
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The fields of a checkpoint that say how recent it is, and those that tables and mirrors show."""
+    """The fields of a checkpoint that order saves by age, and those that tables and mirrors show."""
 
     # At most half of what CheckpointContent allows, so that later ones fit.
     saved_at: Annotated[float, Meta(ge=0, le=2**40)]
@@ -212,14 +212,14 @@ class File(NamedTuple):
 
     @property
     def recency(self) -> tuple[float, int]:
-        """Return Head.recency; it is smaller than all others if the head cannot be read."""
+        """Return Head.recency, or a key smaller than all others if the head cannot be read."""
         return self.head.recency if self.head else (0.0, -1)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the paths of all checkpoints in a folder, without opening them; [] if there is no such folder.
 
-    Raises: Unreadable, if the folder exists and its content is not known.
+    Raises: Unreadable if the folder exists but cannot be listed.
     """
     try:
         found = sorted(path.name for path in folder.iterdir())
@@ -232,14 +232,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
     epochs = [name for name in found if re.fullmatch(r"epoch_.*\.pt", name)]
     best = [name for name in found if re.fullmatch(r"best_model(_step_.*)?\.pt", name)]
     names = [LATEST, STABLE, *rolling, BACKUP, *epochs, *best]
-    return [folder / name for name in names if name in found]  # also a link to nothing, as a damaged checkpoint
+    return [folder / name for name in names if name in found]  # also a broken link, as a damaged checkpoint
 
 
 def scan(folder: Path) -> list[File]:
     """Return all names of checkpoints in a folder, newest first by their content; the dates of files are ignored.
 
-    A file without a readable head may be newer than all others. But if latest.pt has a readable head, such a file comes
-    after latest.pt, because every save replaces latest.pt. Names of one save are in the order of checkpoint_files().
+    A file without a readable head comes first, because it may be the newest, but after a readable latest.pt, which
+    every save replaces. Names of one save are in the order of checkpoint_files().
     """
     files = []
     latest_recency: tuple[float, int] = (math.inf, 0)
@@ -254,7 +254,7 @@ def scan(folder: Path) -> list[File]:
             size = stat.st_size
             head = _head(path, stat.st_dev, inode, size, stat.st_mtime_ns)
         except (UserError, OSError) as error:
-            if not os.path.lexists(path):  # training has deleted it meanwhile
+            if not os.path.lexists(path):  # training has deleted it
                 continue
             problem = str(error).removeprefix(f"{path}: ")
         if head and path.name == LATEST:
@@ -290,13 +290,13 @@ class Best(NamedTuple):
 
     @classmethod
     def of(cls, head: Head) -> "Best | None":
-        """Return what a checkpoint is as a best model; None if it was not validated."""
+        """Return a checkpoint's validation loss, step and rows; None if it was not validated."""
         val_loss = head.scores.get("val_loss")
         return None if val_loss is None else cls(val_loss, head.step, head.validated_on)
 
 
 def no_checkpoints(folder: Path) -> UserError:
-    """Return the error of a folder without checkpoints, which names the subfolder that has the newest ones."""
+    """Return the error for a folder without checkpoints, which names the subfolder with the newest ones."""
     if Path(folder, "config.json").exists():
         return UserError(f"{folder}: a Hugging Face folder, not one of a run; start a run with --init_from {folder}")
     found_below = []
@@ -324,7 +324,7 @@ def open_checkpoint(which: str, folder: Path) -> tuple[Path, dict]:
     selected = find_checkpoint(which, folder)
     for line in selected.damaged.values():
         say(f"warning: skipped {line}")
-    if not (selected.path and selected.checkpoint):  # only "auto" accepts that there is none
+    if not (selected.path and selected.checkpoint):  # only "auto" allows no checkpoint
         raise no_checkpoints(folder)
     return selected.path, selected.checkpoint
 
@@ -354,7 +354,7 @@ class NotOurs(UserError):
 
 
 class OtherVersion(UserError):
-    """An intact checkpoint that this version of the code cannot use, such as one of a model with another block."""
+    """An intact checkpoint that this version of the code cannot use, such as one with an unknown option."""
 
 
 def read_head(path: Path) -> Head:
@@ -367,19 +367,19 @@ def _head_of(content: Any, path: Path) -> Head:
     return typed(content, Head, path, ADVICE)
 
 
-# Each file is read only once, because thousands of files take seconds.
+# Cached, because reading thousands of files takes seconds.
 _head = lru_cache(maxsize=2**14)(lambda path, *identity: read_head(path))
 
 
 def load_verified(path: Path, only_head: bool = False) -> object:
-    """Return what torch.save wrote to a file, after verifying its checksums; no code in it is run.
+    """Return the content of a torch.save file, after verifying its checksums; no code in it is run.
 
-    With only_head, tensors are not verified; they are read only where they are used, because they are mapped.
+    Tensors are mapped, so they are read when used; with only_head they are not verified.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # because torch.load does not verify the checksums
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise zipfile.BadZipFile("it was compressed after it was saved")  # torch.load would map other numbers
+                raise zipfile.BadZipFile("it was compressed after it was saved")  # torch.load would map wrong numbers
             if only_head:
                 [pickled] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
                 archive.read(pickled)
@@ -403,7 +403,7 @@ def load_verified(path: Path, only_head: bool = False) -> object:
 
 
 def check_ours(content: Any, path: Path) -> None:
-    """Refuse the content of a file of another program, and say what to do with it."""
+    """Refuse the content of a file of another program or format version, and say what to do with it."""
     if isinstance(content, dict) and "format_version" not in content:
         raise NotOurs(f"{path}: {what_it_is(path) or what_it_holds(content, path) or NOT_OURS}")
     version = content["format_version"] if isinstance(content, dict) else None
@@ -412,7 +412,7 @@ def check_ours(content: Any, path: Path) -> None:
 
 
 def as_checkpoint(content: Any, path: Path) -> dict:
-    """Return the content of a file, which must be a checkpoint of this format."""
+    """Check that the content of a file is a checkpoint of this format, and return the checkpoint."""
     check_ours(content, path)
     read = partial(typed, content, name=path, advice=ADVICE)
     checkpoint = read(CheckpointContent) | asdict(read(TrainState)) | asdict(read(TokenizerRecord))
@@ -453,13 +453,13 @@ class Found:
     checkpoint: dict | None = None
     damaged: dict[Path, str] = field(default_factory=dict)  # skipped file -> a line that says why
     skipped: Sequence[str] = ()  # lines about the mirror
-    downloaded: Path | None = None  # from the mirror, under another name than `path`
+    downloaded: Path | None = None  # from the mirror, a temporary file for `path`
 
 
 def find_checkpoint(which: str, folder: Path) -> Found:
     """Find and verify the checkpoint that "latest", "auto", a word of NAMED or a file name refers to.
 
-    The name of another folder means its latest checkpoint. Only "auto" accepts that there is none.
+    The name of another folder means its latest checkpoint. Only "auto" allows no checkpoint.
     """
     if which not in ("latest", "auto", *NAMED) and Path(which).is_dir():
         folder = Path(which)

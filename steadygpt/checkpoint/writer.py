@@ -18,10 +18,10 @@ from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import compute_alone
 
-PAUSE_SHARE = 0.01  # of the time: timed saves that pause training for longer become rarer
-LONGEST_S = 600.0  # between them, also after a save during which the machine was suspended
-MAX_FAILED = 10  # consecutive failed saves, and intervals of timed saves without a good one, after which a run stops
-# Temporary files that killed writers, downloads and launches of several ranks have left.
+PAUSE_SHARE = 0.01  # of the time; timed saves become rarer if they would pause training for more
+LONGEST_S = 600.0  # longest interval of timed saves, also after a save during which the machine was suspended
+MAX_FAILED = 10  # a run stops after this many consecutive failed saves, if as many intervals had no good save
+# Temporary files that killed writers and downloads have left.
 STALE = re.compile(
     r"\.((latest|latest_backup|best_model|stable|rolling_step_\d+|epoch_\d+|step_\d+-[\d.]+)\.pt|(run|status)"
     r"\.json|upload|[0-9a-f]{16})\.tmp"
@@ -29,7 +29,7 @@ STALE = re.compile(
 
 
 class FolderLost(OSError):
-    """The path of the run's folder leads elsewhere, where another run may write."""
+    """The run's folder was moved or deleted, and another run may use its path."""
 
 
 def stale_files(folder: Path) -> list[Path]:
@@ -45,9 +45,9 @@ class CheckpointWriter:
     """Writes one checkpoint at a time in the background; used on rank 0 only.
 
     Args:
-        lock: of the folder, which must still be there at each write.
+        lock: of the folder; each write checks that the folder's path still leads to it.
         best: the best model so far, in the folder or in the mirror.
-        after_write: is called when a checkpoint is durable, such as to upload it.
+        after_write: called when a checkpoint is durable, such as to upload it.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class CheckpointWriter:
         # Head.recency of each checkpoint whose head can be read; other files are never deleted. The folder is scanned
         # once, because a save changes few names.
         self.recencies = {file.path.name: file.recency for file in files.scan(self.folder) if file.head}
-        self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: there are none
+        self.interval_s = 60 * config.checkpoint_minutes  # between timed saves; 0: no timed saves
         self.started_at_s = time.monotonic()  # when the newest save began, or when this writer was made
         self.saved_at_s = time.monotonic()  # when the last good save ended, or when this writer was made
-        self.failed = 0  # consecutive saves
+        self.failed = 0  # consecutive failed saves
         self.is_lost = False  # see FolderLost
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=compute_alone)
         self.job: Future | None = None
@@ -83,13 +83,13 @@ class CheckpointWriter:
         return 0 < self.interval_s <= time.monotonic() - self.started_at_s and self.wait(timeout_s=0)
 
     def note_pause(self, pause_s: float) -> None:
-        """Choose when the next timed save is due, by how long this one has paused training."""
+        """Set the interval of timed saves by how long a save has paused training."""
         if not self.config.checkpoint_minutes:
             return
         self.interval_s = max(60 * self.config.checkpoint_minutes, min(pause_s / PAUSE_SHARE, LONGEST_S))
 
     def reason_to_stop(self) -> str:
-        """Return the reason of Requests to stop for, if saves cannot succeed any more; or ""."""
+        """Return why to stop, one of Requests.REASONS, if saves can no longer succeed; else ""."""
         longest_s = MAX_FAILED * self.interval_s  # without a good save
         if self.is_lost:
             return "folder lost"
@@ -98,7 +98,7 @@ class CheckpointWriter:
         return ""
 
     def is_best(self, val_loss: float | None, validated_on: str) -> bool:
-        """Return whether a validation loss is the lowest of those that are durable, or will be."""
+        """Return whether a validation loss is below the best one saved or being saved, if that is on the same rows."""
         best = self.best_in_flight or self.best
         if val_loss is None:
             return False
@@ -109,7 +109,7 @@ class CheckpointWriter:
         return [name for name in names if name not in self.recencies]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save is in flight, or for `timeout_s`, and return whether none is."""
+        """Wait until no save is in flight, at most `timeout_s`; return whether none is in flight."""
         return self.job is None or not wait([self.job], timeout_s).not_done
 
     def start(self, content: dict, names: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ class CheckpointWriter:
             best = self.best_in_flight
             self.best_in_flight = None
         if best:
-            self.best = best  # only now, so that the next model is compared with what is durable
+            self.best = best  # only now, so that the next model is compared with a durable one
         self.failed = 0
         self.saved_at_s = time.monotonic()
         took_s = self.saved_at_s - self.started_at_s
@@ -147,7 +147,7 @@ class CheckpointWriter:
         self.after_write()
 
     def write(self, content: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Write a checkpoint to latest.pt, keep the one before as the backup, and delete older ones of each tier.
+        """Write a checkpoint as latest.pt and `names`, keep the previous one as backup, delete old ones of each tier.
 
         Raises: FolderLost, OSError.
         """
@@ -163,7 +163,7 @@ class CheckpointWriter:
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
             self.check_folder()  # again: writing gigabytes takes a while
-            # The user may have moved latest.pt meanwhile.
+            # The user may have moved latest.pt.
             if recencies.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
                 link_file(latest, self.folder / files.BACKUP)
             for name in names:  # best_model.pt is the last one, after all that may fail for lack of space
@@ -186,8 +186,8 @@ class CheckpointWriter:
     def begin_at(self, checkpoint: Mapping[str, Any], path: Path | None) -> None:
         """Make the checkpoint that the run resumes from the newest; its `path` is None if it is in another folder.
 
-        The run begins in a new folder, or goes back to an older checkpoint. This choice must survive a kill before the
-        first save.
+        If the run forks into a new folder, or resumes from an older checkpoint, this choice must survive a kill before
+        the first save.
         """
         latest = self.folder / files.LATEST
         recency = (checkpoint["saved_at"], checkpoint["step"])

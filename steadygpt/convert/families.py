@@ -19,7 +19,7 @@ PLAIN = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"), "gelu": "gelu", "relu2": "relu2",
 }  # fmt: skip
 GATED = {"silu": "swiglu", "swish": "swiglu"}  # two names of one function
-# Endings of the names of attention's constants, which older files store with the weights.
+# Name endings of attention's constants, which older files store with the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -33,8 +33,8 @@ class Family:
     defaults: dict[str, Any] = field(
         default_factory=dict
     )  # field of GPTConfig -> foreign value if config.json has none
-    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value, where not their default
-    required: dict[str, object] = field(default_factory=dict)  # foreign field -> its default; GPT supports no other
+    fixed: dict[str, Any] = field(default_factory=dict)  # other fields of GPTConfig -> value that is not the default
+    required: dict[str, object] = field(default_factory=dict)  # foreign field -> the only value that GPT supports
     activations: dict[str, str] = field(default_factory=lambda: PLAIN)  # foreign -> GPTConfig's
     dropouts: tuple[str, ...] = ()  # foreign fields for dropout besides the one in `fields`
     any_heads: bool = False  # num_heads need not divide embd_size

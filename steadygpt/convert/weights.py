@@ -43,10 +43,10 @@ from steadygpt.network import hub
 
 # The hash of GPT-2's vocab.json, as json.dumps writes it with sorted keys.
 GPT2_VOCAB_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
-GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the second has the unused rows of nanoGPT
+GPT2_ROWS = GPTConfig.vocab_size, GPTConfig().padded_vocab_size  # the second includes nanoGPT's padding rows
 UNKNOWN = TokenizerRecord("")
 FLAGS_OF_SHAPE = ("num_layers", "num_heads", "embd_size", "context_length")
-# What the state of numpy's random numbers consists of in a pickle; numpy 1 has other modules.
+# Classes in the pickled state of NumPy's random numbers; NumPy 1 has them in other modules.
 NUMPY = ("ndarray", "dtype", "core.multiarray._reconstruct", "_core.multiarray._reconstruct")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ADD_ROWS = (
@@ -57,13 +57,13 @@ ADD_ROWS = (
 
 
 def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dict:
-    """Read weights as a checkpoint without optimizer; its "tokenizer" is "" if unknown.
+    """Read weights in the form of a checkpoint; its "tokenizer" is "" if unknown.
 
     Args:
         source: a checkpoint file (also of nanoGPT or build-nanogpt), a folder of checkpoints (the latest one is read),
             a Hugging Face folder, or NAME[@REVISION] on the Hub.
         tokenizer: of these weights, if the source does not name it.
-        download: False leaves "model" empty if the source is on the Hub; "source" then names it with its commit.
+        download: False leaves "model" empty if the weights are on the Hub; "source" then names them with the commit.
     """
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
@@ -106,7 +106,7 @@ def open_weights(source: str, folder: Path, tokenizer: str = "") -> tuple[str, d
 
 
 class Kept(TypedDict):
-    """Content of the Hugging Face folder of the weights that an export writes again."""
+    """Parts of the weights' Hugging Face folder that an export writes back."""
 
     ids: dict[str, Count | list[Count]]  # special ids of config.json
     files: dict[str, str]  # name -> text
@@ -190,7 +190,7 @@ def check_fits(initial: dict, source: str, config: GPTConfig, record: TokenizerR
 
 
 class _Ignored:
-    """Stands for an object in a file that is not needed, so that no code of the file runs."""
+    """Replaces pickled objects that are not needed, so that no code of the file runs."""
 
     def __init__(self, *arguments: object): ...
 
@@ -232,7 +232,7 @@ def _read_file(path: Path, user_record: TokenizerRecord) -> dict:
 
 
 def _own_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove constants, and the prefixes of names that torch.compile and DDP add, in any order."""
+    """Remove attention's constants, and the name prefixes that torch.compile and DDP add, in any order."""
     cleaned = {}
     for name, tensor in weights.items():
         if not name.endswith(families.CONSTANTS):
@@ -263,7 +263,7 @@ def _read_folder(folder: Path, source: str, user_record: TokenizerRecord, with_w
 
 
 def import_safetensors(path: object) -> Any:
-    """Import the package that reads and writes `path`; only Hugging Face folders need it."""
+    """Import and return safetensors, which only Hugging Face folders need; the error names `path`."""
     try:
         import safetensors.torch
         import tokenizers  # noqa: F401 (checks and writes a tokenizer.json)
@@ -336,7 +336,7 @@ def _as_own_checkpoint(
     table = foreign_names("wte.weight", family)[0]
     if config.tied_head and table not in weights and head in weights:  # a tied table may have either name
         weights[table] = weights[head]
-    for name, sketch in sketch_of(config).named_parameters():  # which leave out a tied head
+    for name, sketch in sketch_of(config).named_parameters():  # without a tied head
         parts = []
         for foreign, foreign_sketch in to_foreign(name, sketch, config, family).items():
             expected = (rows, config.embd_size) if name in TABLES else tuple(foreign_sketch.shape)
@@ -365,7 +365,7 @@ def _as_own_checkpoint(
 
 
 def with_tokenizer(checkpoint: dict, user_record: TokenizerRecord, path: Path) -> dict:
-    """Return the checkpoint with the tokenizer that the user names, if it names none itself."""
+    """Return the checkpoint with its own tokenizer, or else with the one that the user names."""
     record = TokenizerRecord.of(checkpoint)
     if not record.tokenizer:
         record = user_record
@@ -379,7 +379,7 @@ def _tokenizer_of(folder: Path, source: str, own: dict, config: GPTConfig, store
     """Return the record of the tokenizer of a Hugging Face folder, as far as it is known.
 
     Args:
-        own: the part of config.json that write_folder of convert_hf.py has added.
+        own: the part of config.json that write_folder in convert_hf.py added.
         stored: config.json.
     """
     record = TokenizerRecord.of({"tokenizer": ""} | own, f"{source}: steadygpt in config.json")
@@ -452,7 +452,7 @@ def read_kept(record: TokenizerRecord, vocab_size: int) -> Kept:
 
 
 def end_ids(record: TokenizerRecord, vocab_size: int) -> list[int]:
-    """Return the ids that end a text of the weights of a Hugging Face folder, as transformers reads them there."""
+    """Return the ids that end a text, as transformers reads them from the weights' Hugging Face folder; [] if none."""
     kept = read_kept(record, vocab_size)
     generation = json.loads(kept["files"].get("generation_config.json", "{}"))
     ends = generation.get("eos_token_id") if isinstance(generation, dict) else None

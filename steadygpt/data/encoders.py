@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"  # begins every document, unless --document_token names another token
-# A text that shows whether the bytes of tokens are those of the text: case, white space, Unicode.
+# A text to test whether tokens preserve the bytes of a text: case, white space, Unicode.
 PROBE = "Ab  cD \n\n\tx\r\n\u00e9 \u017f\u212a\ufb01 \u6f22\u5b57 \U0001f642 1\u00b2 don't <x> ... \x01 z"
 
 
 class Tokenizer:
-    """What both ways to encode have in common. Text that spells a special token is encoded as ordinary text."""
+    """The base of both encoders. Text that spells a special token is encoded as ordinary text."""
 
     document_token: str  # begins every document
     added_space: int | None  # how many spaces it puts before each text; None if tokens do not show the bytes of a text
-    unknown_id: int | None  # stands for all text without another id
+    unknown_id: int | None  # id of all text that no other token covers
 
     @property
     def special(self) -> dict[str, int]:
@@ -46,11 +46,11 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_to_numpy(self, text: str, with_special: bool = False) -> np.ndarray:
-        """Return the ids of a text without lone surrogates, (n,) uint32; with_special, names stand for the tokens."""
+        """Return the ids of a text without lone surrogates, (n,) uint32; with_special also encodes special tokens."""
         raise NotImplementedError
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; ids of no token, which a model can still predict, are left out."""
+        """Return the text of ids; skip ids without a token, which a model can still predict."""
         raise NotImplementedError
 
     def to_json(self) -> str:
@@ -61,7 +61,7 @@ class Tokenizer:
         return self.encode_to_numpy(text).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text in which the name of a special token stands for the token."""
+        """Return the ids of a text, with names of special tokens encoded as these tokens."""
         return self.encode_to_numpy(text, with_special=bool(self._special_pattern.search(text))).tolist()
 
     @cached_property
@@ -84,7 +84,7 @@ class Tokenizer:
         return self.special[self.document_token]
 
     def count_special_texts(self, text: str) -> Counter[str]:
-        """Count how often a text contains the characters of each special token, of the longest one at each place."""
+        """Count how often a text spells each special token; at each place, only the longest match counts."""
         return Counter(self._special_pattern.findall(text))
 
     @cached_property
@@ -147,7 +147,7 @@ class Library(Tokenizer):
 
     @cached_property
     def sha256(self) -> str:
-        # White space and the order of keys do not count.
+        # White space and the order of keys do not matter.
         return hashlib.sha256(json.dumps(json.loads(self.text), sort_keys=True).encode()).hexdigest()
 
     def encode_to_numpy(self, text: str, with_special: bool = False) -> np.ndarray:
@@ -165,13 +165,13 @@ class Library(Tokenizer):
 
 
 class Tiktoken(Tokenizer):
-    """A byte-level BPE, by tiktoken; texts of which it may give other ids than the library are left to the library.
+    """A byte-level BPE by tiktoken; the library encodes the texts for which tiktoken may give different ids.
 
     Args:
         pattern: of the encoding, or a name that stands for it.
         is_nfc: the encoding gives the library's ids for texts in Unicode's form NFC only.
         literals: added tokens that are not special, which the encoding lacks; each is encoded as its id.
-        library: of the tokenizer.json that the encoding is made from, if it is made from one.
+        library: of the tokenizer.json that the encoding comes from, if any.
     """
 
     added_space = 0

@@ -62,11 +62,10 @@ def permute(i: np.ndarray, n: int | np.ndarray, key: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run with one mixture; sources are named by their digests, so renaming or reordering is free.
+    """A part of a run with one mixture; sources are named by their digests, so they may be renamed or reordered.
 
     Blocks of BLOCK_ROWS rows are counted from the first row of the phase. Each source gives a fixed number of rows of
-    a block, at places drawn for this block. It gives the rows of its own stream in order; the next phase continues the
-    stream.
+    each block, at places drawn for the block, from its own stream in order. The next phase continues the stream.
     """
 
     number: int  # 0 for the first phase of the run

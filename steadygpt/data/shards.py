@@ -23,7 +23,7 @@ from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar
 from steadygpt.base.typed import Count, FileName, read_json, typed
 
-TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".csv")  # suffixes of what someone may take for shards
+TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".csv")  # suffixes of files that users may pass as shards
 DEFAULT_FOLDER = Path("data", "edu_fineweb10B")  # of train.py, and of prepare_dataset.py without --source
 MANIFEST = "manifest.json"
 SAMPLES = 16  # places in a shard of other tools
@@ -48,14 +48,14 @@ def most_open_files() -> int:
     return most
 
 
-@cache  # when a shard is mapped, because importing this changes nothing
+@cache  # computed at the first use, because importing must have no effect
 def most_mapped() -> int:
-    """Return how many shards are mapped at once at most; each keeps a file open."""
+    """Return how many shards may be mapped at once; each keeps a file open."""
     return most_open_files() // 2
 
 
 class ShardEntry(TypedDict):
-    """What the manifest says of a shard."""
+    """A shard in the manifest."""
 
     file: FileName
     split: Annotated[str, Meta(pattern=r"^(train|val)\Z")]
@@ -71,7 +71,7 @@ class _Manifest(TypedDict):  # the keys that training reads
 
 
 class Header(NamedTuple):
-    """What the header of a file of token ids says."""
+    """The header of a file of token ids."""
 
     shape: tuple[int, ...]
     is_fortran: bool
@@ -88,7 +88,7 @@ class Shard:
     num_tokens: int
 
     def tokens(self) -> np.ndarray:
-        """Map the ids into memory, (num_tokens,)."""
+        """Return the ids, mapped into memory, (num_tokens,)."""
         return _mapped()(self)[0]
 
     def map(self) -> tuple[np.ndarray, os.stat_result]:
@@ -104,10 +104,10 @@ class Shard:
     def check_unchanged(self) -> None:
         """Check that the mapped file has neither become shorter nor been written to.
 
-        Reading past its end would kill the process (SIGBUS), and other tokens would be no error at all.
+        Reading past its end would kill the process (SIGBUS), and changed tokens would go unnoticed.
         """
         _, mapped = _mapped()(self)
-        with suppress(OSError):  # a file that was deleted or replaced stays unchanged where it is mapped
+        with suppress(OSError):  # a mapping stays intact when its file is deleted or replaced
             now = self.path.stat()
             if now.st_ino == mapped.st_ino and (now.st_size, now.st_mtime_ns) != (mapped.st_size, mapped.st_mtime_ns):
                 change = "modified"
@@ -160,7 +160,7 @@ def check_vocabulary(path: object, ids: np.ndarray, vocab_size: int, first: int 
 
 
 def open_shard(path: Path) -> Shard:
-    """Find the tokens in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
+    """Return the shard in a `.npy` file, an llm.c `.bin` file or a nanoGPT `.bin` file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -218,7 +218,7 @@ def read_header(file: IO[bytes], suffix: str) -> Header | None:
 
 
 def read_manifest(data_dir: Path) -> dict | None:
-    """Read what prepare_dataset.py recorded about its shards; None for shards written by other tools."""
+    """Read the manifest that prepare_dataset.py wrote; return None for shards of other tools."""
     path = data_dir / MANIFEST
     if not path.exists():
         return None
@@ -233,7 +233,7 @@ def read_manifest(data_dir: Path) -> dict | None:
 def shard_files(data_dir: Path, split: str) -> list[Path]:
     """Return the files of a folder that are named as shards of a split, "train" or "val", sorted by name.
 
-    Raises: UserError if a name says both splits.
+    Raises: UserError if a name contains both splits.
     """
     found = []
     for file in sorted(data_dir.glob("*")) if data_dir.is_dir() else []:
@@ -246,7 +246,7 @@ def shard_files(data_dir: Path, split: str) -> list[Path]:
 
 
 def distinct_files(files: Sequence[Path]) -> list[Path]:
-    """Return files without further names of one of them; a broken link stays, because its reader names it."""
+    """Return each file under its first name only; a broken link stays, so that opening it reports the link."""
     first_of: dict[tuple[int, int], Path] = {}
     for file in files:
         stat = file.stat() if file.exists() else file.lstat()
@@ -321,7 +321,7 @@ class ShardSet:
         return {entry["file"]: entry["sha256"] for entry in self.manifest["shards"]} if self.manifest else {}
 
     def digest(self) -> str:
-        """Return the SHA-256 of this set: of its shards' sums in the manifest or, without one, of samples of them."""
+        """Return the SHA-256 of this set: over its files' sums in the manifest, or else over samples of the files."""
         sums = self.digests
         descriptions = [sums[shard.path.name] if sums else sample_of(shard) for shard in self.shards]
         return hashlib.sha256("\n".join(descriptions).encode()).hexdigest()

@@ -65,7 +65,7 @@ class Task(NamedTuple):
     def shots_of(self, number: int) -> str:
         """Return the answered examples before example `number`, the same as in nanochat's evaluation."""
         picked = random.Random(1234 + number).sample(range(len(self.rows) - 1), self.shots)
-        # The example itself is left out, so the numbers from its own on are one higher.
+        # Skip the example itself: numbers from its own on are one higher.
         shots = (self.rows[n + (n >= number)] for n in picked)
         return "".join(f"{self.delimiter.join(row.answers[row.label])}\n\n" for row in shots)
 

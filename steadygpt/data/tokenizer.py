@@ -40,7 +40,7 @@ TO_SAVE = (
     "python -c \"import transformers; transformers.AutoTokenizer.from_pretrained('{}').save_pretrained('converted')\", "
     "and name converted"
 )
-SIZES = {"bytes": 257, "gpt2": 50257}  # the number of ids, so that it needs no vocabulary
+SIZES = {"bytes": 257, "gpt2": 50257}  # number of ids, known without the vocabulary
 IDS_ONLY = re.compile(r"ids:([1-9]\d{0,7})")  # the name of an unknown tokenizer with this number of ids
 
 
@@ -51,7 +51,7 @@ class TokenizerRecord:
     tokenizer: str  # as in --tokenizer; "" if unknown
     tokenizer_sha256: str = ""  # its identity; "" if unknown
     document_token: str = END_OF_TEXT
-    tokenizer_json: str = ""  # the text of its file; beside a manifest is the file instead
+    tokenizer_json: str = ""  # the text of its file; "" in a manifest, which has the file beside it
     tokenizer_files: str = ""  # other files of its Hugging Face folder, see weights.kept_files
 
     @classmethod
@@ -98,7 +98,7 @@ class TokenizerRecord:
         return self.is_file or self.tokenizer in ("", other.tokenizer) or other.is_number
 
     def completed(self, other: "TokenizerRecord") -> "TokenizerRecord":
-        """Return this record with the files that another one of the same tokenizer has."""
+        """Return this record with the files of another record of the same tokenizer."""
         return replace(
             self, tokenizer_json=other.tokenizer_json or self.tokenizer_json, tokenizer_files=other.tokenizer_files
         )
@@ -115,7 +115,7 @@ GPT2_TOKENIZER = TokenizerRecord("gpt2", "efc0376715b386b67ce5c251b2fac0b329d4c5
 
 @cache
 def _named(name: str, document_token: str) -> Tokenizer:
-    """Return the tokenizer with a name that is of no file; "bytes" encodes any text without a download."""
+    """Return the tokenizer of a name that is not a file's; "bytes" encodes any text without a download."""
     if name in ("bytes", "gpt2"):
         if name == "bytes":
             ranks = {bytes([byte]): byte for byte in range(256)}
@@ -134,12 +134,12 @@ def _named(name: str, document_token: str) -> Tokenizer:
             "nanoGPT's shakespeare_char, are not offered"
         )
     check_known(name)
-    # The identity contains the name instead of the pattern, which differs in writing between releases of tiktoken.
+    # The identity contains the name instead of the pattern, whose spelling differs between releases of tiktoken.
     return Tiktoken(_download(name), f"{name} of tiktoken", document_token=document_token)
 
 
 def check_known(name: str) -> None:
-    """Raise a UserError if a name is neither one of a tokenizer nor that of a file."""
+    """Raise a UserError if a name is neither a tokenizer's nor a file's."""
     names = ["bytes", *tiktoken.list_encoding_names()]
     record = TokenizerRecord(name)
     if not (record.is_file or record.is_number or name.endswith(SENTENCE_PIECE) or name in names):
@@ -196,12 +196,12 @@ def load_tokenizer(record: TokenizerRecord, folder: Path | None = None) -> Token
 
 
 def _from_json(text: str, where: str, document_token: str, expected_sha256: str) -> Tokenizer:
-    """Return tiktoken's tokenizer of a tokenizer.json if its ids are known to be the library's, else the library's."""
+    """Return the tiktoken version of a tokenizer.json if it is known to give the library's ids, else the library's."""
     library = Library(text, where, document_token)
     bpe = read_bpe(text)
     if bpe:
         tokenizer = Tiktoken(bpe.encoding, bpe.encoding._pat_str, bpe.is_nfc, bpe.literals, library, document_token)
-        # An identity with a pattern is recorded only after the comparison, which needs the library.
+        # This identity is recorded only after the comparison, so the library need not be loaded to compare again.
         if tokenizer.sha256 == expected_sha256 or gives_ids_of(bpe, text, library.library):
             return tokenizer
     if library.n_vocab > MOST_IDS:
@@ -230,7 +230,7 @@ def record_named(name: str) -> TokenizerRecord:
 
 
 def file_of(name: str) -> str:
-    """Return the name of a tokenizer, with the tokenizer.json if it names a folder."""
+    """Return the name of a tokenizer; for a folder, the path of its tokenizer.json."""
     if name and name not in SIZES and Path(name).is_dir():
         return f"{name}/{TOKENIZER_JSON}"
     return name

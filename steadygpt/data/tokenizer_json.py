@@ -1,4 +1,4 @@
-"""Byte-level BPE in a tokenizer.json of the library `tokenizers`, as tiktoken has it."""
+"""Conversion of byte-level BPE between tiktoken and a tokenizer.json of the library `tokenizers`."""
 
 import json
 import math
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 MOST_IDS = 2**24
-# The added tokens that are not special, text -> id: those to find before NFC, and those to find after it.
+# The added tokens that are not special, text -> id: those matched before NFC, and those matched after it.
 Literals = tuple[dict[str, int], dict[str, int]]
 # ByteLevel's regular expression as tiktoken writes it. It is a constant, because it is part of the identity.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -50,7 +50,7 @@ SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece
 
 
 class ByteLevelBpe(NamedTuple):
-    """A tokenizer.json as tiktoken has it."""
+    """The byte-level BPE of a tokenizer.json, for tiktoken."""
 
     encoding: tiktoken.Encoding  # lacks the literals
     is_nfc: bool  # text is first normalized to Unicode's form NFC
@@ -76,12 +76,12 @@ def read_library(text: str, where: object) -> "tokenizers.Tokenizer":
     library.no_truncation()
     library.no_padding()
     if getattr(library.model, "dropout", None):
-        library.model.dropout = None  # else the ids are random
+        library.model.dropout = None  # otherwise the ids would be random
     return library
 
 
 def read_bpe(text: str) -> ByteLevelBpe | None:
-    """Return what tiktoken needs to give the ids of a tokenizer.json; None if it is of another kind.
+    """Return the byte-level BPE of a tokenizer.json for tiktoken; None if it is of another kind.
 
     The ids of a text without literals, in the form NFC if is_nfc, are equal if gives_ids_of confirms the merges.
     """
@@ -90,7 +90,7 @@ def read_bpe(text: str) -> ByteLevelBpe | None:
         pattern = _pattern_of(content["pre_tokenizer"])
         if pattern and content["model"].get("type", "BPE") == "BPE":
             return _read_bpe(content, pattern)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):  # the library says why
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):  # the library reports why
         pass
     return None
 
@@ -145,11 +145,11 @@ def merges_of(model: dict) -> list[list[str]]:
 
 
 def gives_ids_of(bpe: ByteLevelBpe, text: str, library: "tokenizers.Tokenizer") -> bool:
-    """Return whether two orders of merging are equal: the lowest id first, as tiktoken does, and the order of the list.
+    """Return whether tiktoken, which merges the lowest id first, gives the ids of the library, which follows the list.
 
-    They are equal under two conditions: the ids never decrease in the order of the list, and the library merges the
-    bytes of each token to this token. Then one pair forms each token, the same in both orders, because the bytes
-    inside a token merge as they do alone. The ids of added tokens are compared too.
+    It does under two conditions: ids never decrease along the list of merges, and the library merges the bytes of each
+    token to this token. Then the same pair forms each token in both, because the bytes inside a token merge as they do
+    alone. The ids of added tokens are compared too.
 
     Args:
         text: of the tokenizer.json.

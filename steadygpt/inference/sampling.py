@@ -92,7 +92,7 @@ def sample(
     Args:
         top_k: the number of most likely ids to draw from; 0 or None takes all.
         top_p: draw from the fewest most likely ids with at least this probability together (nucleus sampling,
-            arXiv 1904.09751); of those of top_k, as in transformers.
+            arXiv 1904.09751), among the top_k, as in transformers.
     """
     if temperature < 1e-6:  # dividing by a smaller number overflows
         return logits.argmax(-1, keepdim=True)
@@ -102,7 +102,7 @@ def sample(
         logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -torch.inf
     if top_p < 1:
         probs, ids = logits.softmax(-1).sort(descending=True)
-        probs[probs.cumsum(-1) - probs >= top_p] = 0  # those before suffice
+        probs[probs.cumsum(-1) - probs >= top_p] = 0  # the ids before reach top_p
         return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
@@ -111,7 +111,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> list[int
     """Return the ids of a prompt, after the document token, with which documents of the data also begin.
 
     Args:
-        raw: take the text of special tokens as ordinary text.
+        raw: encode the names of special tokens as ordinary text.
     """
     ids = tokenizer.encode(prompt) if raw else tokenizer.encode_prompt(prompt)
     document_id = tokenizer.document_id
@@ -129,14 +129,14 @@ def sample_texts(
     stop: str = "",
     **sampling,
 ) -> list[str]:
-    """Sample `count` texts, each of a document that begins with the prompt.
+    """Sample `count` continuations of a prompt; return each with the prompt.
 
     Args:
         prompt: see prompt_ids.
         max_tokens: most tokens after the prompt.
         generator: on the model's device; the only source of randomness.
         ends: ids that end a text, as the document token does.
-        stop: a text that ends the sampled text, which leaves it out.
+        stop: end the sampled text before this text.
         sampling: temperature, top_k and top_p of generate.
     """
     idx = torch.tensor([prompt] * count, device=generator.device)

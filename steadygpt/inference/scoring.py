@@ -1,4 +1,4 @@
-"""Scores of a model on HellaSwag and CORE; hellaswag_eval.py says what they are."""
+"""Scores of a model on HellaSwag and CORE; hellaswag_eval.py defines them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class Question(NamedTuple):
     """An example in tokens."""
 
     answers: list[np.ndarray]  # (length,) int32 each, a context and a continuation
-    scored: list[int]  # how many of the last tokens of each
-    label: int | None  # index of the right answer; None for a single one that must be the most likely
-    is_cut: bool = False  # to the context of the model
+    scored: list[int]  # how many of each answer's last tokens are scored
+    label: int | None  # index of the right answer; None: a single answer, which must be the most likely
+    is_cut: bool = False  # truncated to the context of the model
 
     @property
     def shared(self) -> int:
-        """The number of first tokens that are computed once. Each answer is a branch after them."""
+        """The number of leading tokens that are computed once. Each answer is a branch after them."""
         length = common_length(self.answers)
         for ids, count in zip(self.answers, self.scored, strict=True):
             length = min(length, len(ids) - count)
@@ -48,7 +48,7 @@ class Question(NamedTuple):
 
 
 def common_length(sequences: Sequence[np.ndarray]) -> int:
-    """Return how many of the first tokens are the same in all sequences."""
+    """Return the length of the common prefix of all sequences."""
     shortest = min(map(len, sequences))
     differs = np.any([ids[:shortest] != sequences[0][:shortest] for ids in sequences], axis=0)
     if not differs.any():
@@ -59,12 +59,12 @@ def common_length(sequences: Sequence[np.ndarray]) -> int:
 def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int) -> Question:
     """Tokenize an example of a task.
 
-    HellaSwag's contexts and endings are tokenized alone, as in build-nanogpt. Where one is too long for the model, the
-    context is cut at the start, the same for all endings.
+    HellaSwag's contexts and endings are tokenized separately, as in build-nanogpt. If an ending is too long for the
+    model, the context is cut at the start, equally for all endings.
 
-    CORE's prompts are tokenized whole, as in nanochat, and each begins a document. Scored is what follows the tokens
-    that all have in common; in a schema task, where the contexts differ, what all have in common at the end. A prompt
-    that is too long is cut at the start, each on its own.
+    CORE's prompts are tokenized whole, as in nanochat, and each begins a document. The tokens after the common prefix
+    are scored; in a schema task, where the contexts differ, the common suffix. Each prompt that is too long is cut at
+    the start.
     """
     texts, right = task.rows[number]
     if task.kind == HELLASWAG:
@@ -97,7 +97,7 @@ def tokenize(task: Task, number: int, tokenizer: Tokenizer, context_length: int)
 
 
 def _hellaswag_answers(texts: Sequence[Sequence[str]], tokenizer: Tokenizer) -> tuple[list[np.ndarray], list[int]]:
-    """Return the tokens of context and ending, and the number of the ending's, for each ending."""
+    """Return for each ending the tokens of context and ending, and how many of them are the ending's."""
     context = tokenizer.encode(texts[0][0])
     if not context:
         context = [tokenizer.document_id]  # as every document of the data begins
@@ -139,9 +139,9 @@ def make_batches(widths: Sequence[int], tokens_per_batch: int) -> list[list[int]
 
 
 def score_batch(model: GPT, batch: Sequence[Question], device: torch.device) -> list[list[tuple[float, float]]]:
-    """Return of each answer of each question the summed loss in nats, and the least lead of a token's logit.
+    """Return for each answer of each question the summed loss in nats, and the smallest lead of a token's logit.
 
-    Logits are computed for scored tokens only. Without any, both are 0.
+    Only scored tokens count; without any, both are 0.
     """
     width = max(1, *(question.width for question in batch))
     inputs = torch.zeros(len(batch), width, dtype=torch.int64)
@@ -186,7 +186,7 @@ def score(
     """Score the answers of questions on all ranks together, (questions, most answers, 2) float64, see score_batch().
 
     Args:
-        check: is called before each batch, and may raise to end the evaluation.
+        check: called before each batch; may raise to end the evaluation.
 
     Returns: the same array on every rank; 0 for answers that a question lacks.
     """
@@ -215,8 +215,8 @@ def score(
 def right_answers(questions: Sequence[Question], scores: np.ndarray) -> np.ndarray:
     """Return whether the best answer is the right one, by the summed loss and by the loss per token, (2, questions).
 
-    An answer without a token is never the best, unless it is the first one: in nanochat its loss per token is NaN, and
-    Python's min() takes a NaN that comes first.
+    An answer without scored tokens is never the best, except the first one by loss per token: in nanochat this loss is
+    NaN, and Python's min() takes a NaN that comes first.
     """
     labels = np.array([-1 if question.label is None else question.label for question in questions])
     lengths = np.zeros(scores.shape[:2])
@@ -244,7 +244,7 @@ class Suite:
 
         Args:
             place: file of HellaSwag, or folder of CORE.
-            length: of the context of the model.
+            length: the context length of the model.
         """
         load = load_core if name == CORE else load_hellaswag
         tasks: list[Task] = []

@@ -1,1 +1,1 @@
-"""What a run says of itself: console, files, TensorBoard, Weights & Biases, alerts."""
+"""The records of a run: console, files, TensorBoard, Weights & Biases, alerts."""

@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class Alerts:
-    """A thread that posts alerts, so that training never waits. The first failure in a run is reported to `warn`.
+    """A thread that posts alerts, so that training never waits. Only the first failure is reported, to `warn`.
 
     The URL is a secret: only its server may be shown.
     """

@@ -1,8 +1,7 @@
-"""The files in which a run describes itself to other programs: metrics.jsonl, status.json and run.json.
+"""The files of a run that other programs read: metrics.jsonl, status.json and run.json.
 
 Each launch of a run appends a segment to metrics.jsonl: a LaunchLine, then a record of numbers for each measurement.
-A run that resumes at step s measures the steps from s on again. So from s on, its records replace those of the launches
-before.
+A run that resumes at step s measures step s and later steps again, so its records replace earlier ones from s on.
 """
 
 import json
@@ -35,7 +34,7 @@ class LaunchLine(TypedDict):
     """The line with which a launch begins its segment of metrics.jsonl."""
 
     step: Count
-    first_step: Count  # the same: the first step
+    first_step: Count  # the same; marks a LaunchLine
     run: str  # id of the run
     id: str  # of the launch
     parent: str  # id of the launch that wrote the checkpoint; "" for a new run
@@ -98,9 +97,7 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
 def launches_from(
     path: Path, offset: int = 0, launch: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Mapping[str, Any], list[Record]]]:
-    """Yield the launches in a metrics.jsonl from an offset on, each with its records, in the order of the file.
-
-    Broken lines are skipped.
+    """Yield each launch with its records from a metrics.jsonl, in order, from an offset on; skip broken lines.
 
     Args:
         launch: the one whose records are at the offset; None if a LaunchLine is there.
@@ -125,7 +122,7 @@ def launches_from(
 
 
 def read_records(path: Path, key: str = "step") -> list[Record]:
-    """Return the records of a metrics.jsonl that have a key and that no later launch repeats, from the first on."""
+    """Return the records of a metrics.jsonl that have a key, without those that a later launch replaces."""
     records: list[Record] = []
     for launch, segment in launches_from(path):
         earlier = [record for record in records if (record["step"] or 0) < launch["first_step"]]
@@ -146,14 +143,14 @@ def write_status(folder: Path, facts: Mapping[str, Any], durable: bool) -> None:
 
 
 def read_status(folder: Path) -> Status:
-    """Return what status.json says, {} if there is none or its content does not fit."""
+    """Return status.json, {} if it is missing or invalid."""
     with suppress(OSError, UserError):
         return read_json(folder / STATUS, Status, "")
     return {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# run.json: the identity of a run. A copy of its folder that stands beside the original is another run
+# run.json: the identity of a run. A copy of its folder is another run, as long as the original exists
 
 RUN = "run.json"
 
@@ -164,7 +161,7 @@ class RunFile(TypedDict):
     id: Id
     name: str
     folder: str  # its real path at the last launch
-    mirror: str  # of the last launch, "" if it had none; only a note says it, because a file decides no place
+    mirror: str  # of the last launch, or ""; only for a note, because no file may decide where a run writes
     wandb: bool  # whether the last launch used Weights & Biases, for the same note
 
 
@@ -173,7 +170,7 @@ class RunIdentity:
     """A run, by default a new one."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    name: str = ""  # "": that of the folder
+    name: str = ""  # "": the name of the folder
     mirror: str = ""
     wandb: bool = False
     copied_from: str = ""  # the folder that this one is a copy of; "" if it is no copy

@@ -1,8 +1,8 @@
 """The run log: console, log.txt, metrics.jsonl, status.json, alerts, TensorBoard and Weights & Biases.
 
-A step's number is the number of updates that the weights had when they were measured, so the training loss and the
-validation loss of one step belong to the same weights. Logs are only appended to: a run that resumes at step s logs
-the steps from s on again, after a line of its own (see metrics.py).
+A step's number is the number of steps before its measurements, so the training loss and the validation loss of one step
+belong to the same weights. Logs are only appended to: a run that resumes at step s logs step s and later steps again,
+after a line of its own (see metrics.py).
 """
 
 import math
@@ -37,7 +37,7 @@ STEP_FORMS = {
     "loss": "loss {:.4f}", "lr": "lr {:.2e}", "grad_norm": "grad norm {:.2f}", "step_ms": "{:,.0f} ms",
     "tokens_per_second": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "cost": "cost {:,.2f}",
 }  # fmt: skip
-# What a terminal that is too narrow for a step's line does not show, the least important first.
+# Parts of a step's line that a narrow terminal drops, the least important first.
 EXPENDABLE = ("share", "step_ms", "mfu", "cost", "lr", "grad_norm", "tokens_per_second", "left")
 
 
@@ -47,7 +47,7 @@ class RunLog:
     On ranks other than 0 it prints nothing and is never opened.
 
     Args:
-        folder_lock: the lock of the run's folder, without which nothing is written there.
+        folder_lock: the lock of the run's folder; without it, status.json is not written.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, folder_lock: IO[str] | None = None):
@@ -74,7 +74,7 @@ class RunLog:
         self.early: list[str] = []  # lines for log.txt from before it was opened
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
-        """Open the files and sinks of a run, on rank 0; `launch` has all of a LaunchLine but its steps."""
+        """Open the files and sinks of a run, on rank 0; `launch` is a LaunchLine without its steps."""
         config = self.config
         self.launch = launch
         self.files = {name: LineFile(Path(config.checkpoint_dir, name)) for name in LOGS}
@@ -104,7 +104,7 @@ class RunLog:
 
         Args:
             metrics: further numbers, such as terms of the loss.
-            left_s: the time left, not shown in status.json for the first step of a launch, which tells little about it.
+            left_s: seconds left; not in status.json if is_first, because a launch's first step is not typical.
             facts: for status.json, besides the numbers.
         """
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
@@ -123,12 +123,12 @@ class RunLog:
         self.beat()
 
     def evaluation(self, step: int, result: str, **scores: float | None) -> None:
-        """Log the result of an evaluation after `step` updates, in words and numbers."""
+        """Log the result of an evaluation before step `step`, as text and as numbers."""
         self.say(f"step {step}/{self.max_steps} | {result}")
         self._record("eval", step, scores)
 
     def text(self, step: int, text: str) -> None:
-        """Log a text that the model generates at this step."""
+        """Log a sample of text from the model."""
         self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
         if self.tensorboard:
             self._attempt("TensorBoard", self.tensorboard.text, step, text)
@@ -164,9 +164,9 @@ class RunLog:
         self.note(load=load)
 
     def _attempt(self, name: str, action: Callable[..., object], *args: object) -> None:
-        """Call action(*args) of a file or sink; its first failure is reported: records are lost, but the run continues.
+        """Call action(*args) of a file or sink, and report its first failure; records are lost, but the run continues.
 
-        A full disk raises OSError, and wandb its own errors.
+        A full disk raises OSError, and wandb raises its own errors.
         """
         try:
             action(*args)
@@ -199,7 +199,7 @@ class RunLog:
             self.alerts.send(event, line)
 
     def status(self, status: str, reason: str = "", summary: Sequence[str] = (), **facts: object) -> None:
-        """Write status.json: running, stopped, finished or failed. torchrun's exit status does not tell these apart."""
+        """Report running, stopped, finished or failed in status.json and an alert; torchrun's exit status hides it."""
         doing = "starting" if status == "running" else None
         self.note(status=status, reason=reason, doing=doing, summary=list(summary), **facts)
         self.beat(now=True)
@@ -232,7 +232,7 @@ class RunLog:
         return self.folder_lock is not None and leads_to_lock(Path(self.config.checkpoint_dir), self.folder_lock)
 
     def flush(self) -> None:
-        """Make everything written so far durable; open files anew that were removed or rotated."""
+        """Make everything written so far durable; reopen files that were removed or rotated."""
         with self.lock:
             for name in self.files:
                 if self.files[name].is_replaced() and self._owns_folder():
@@ -258,7 +258,7 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Record in status.json a run that has ended before its first step; nothing if it was refused."""
+        """Record in status.json an exception before the first step, unless the run was refused."""
         is_refused = isinstance(error, UserError) and not self.files
         if error and self.facts["status"] == "running" and not is_refused:
             if isinstance(error, KeyboardInterrupt):

@@ -1,7 +1,4 @@
-"""Load of the machine while it trains, as the monitor and TensorBoard show it: RAM and GPUs.
-
-GPUs need nvidia-ml-py. RAM is known on Linux.
-"""
+"""Load of the machine during training, for the monitor and TensorBoard: GPUs (with nvidia-ml-py) and RAM (on Linux)."""
 
 import os
 import sys

@@ -19,12 +19,11 @@ HISTOGRAM_VALUES = 2**14  # of each tensor; the histogram of all its values look
 
 
 def open_writer(folder: Path, start_step: int) -> "SummaryWriter":
-    """Open a file of events that sorts after those of the launches before.
+    """Open an event file whose name sorts after those of earlier launches.
 
-    TensorBoard reads files of events in the order of their names. If it read them in the wrong order, the older file
-    would hide the newer one. A name begins with the second of the launch. Then follow host, process and a count, which
-    do not ascend from launch to launch ("9" sorts after "10"). So if a launch begins in the same second as the one
-    before, it may have to wait for the next second.
+    TensorBoard reads event files in the order of their names, and in a wrong order an older file would hide a newer
+    one. A name begins with the second of the launch; host, process and a count follow, which may sort in the wrong
+    order ("9" after "10"). So a launch in the same second as the previous one may have to wait for the next second.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -56,7 +55,7 @@ class TensorBoard:
             self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]  # torch's stubs say None
 
     def curves(self, step: int, numbers: Mapping[str, float], group: str) -> None:
-        """Add a point to each metric's curve; TensorBoard shows those of a group together."""
+        """Add a point to each metric's curve; TensorBoard shows the curves of a group together."""
         for name, value in numbers.items():
             self.writer.add_scalar(f"{group}/{name}", value, step)
 

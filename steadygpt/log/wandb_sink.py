@@ -16,10 +16,10 @@ FINISH_S = 60.0  # time for W&B to take the last rows; then finish() raises Time
 
 
 def open_wandb(config: TrainConfig, run_id: str, warn: Callable[[str], object]) -> Any:
-    """Open the run in Weights & Biases, a wandb.Run; a resumed run continues there, and shows repeated steps twice.
+    """Return the wandb.Run of a run; a resumed run continues it, and shows repeated steps twice.
 
-    A launch without W&B's answer is recorded offline, as a run of its own: two launches that are recorded under one id
-    would replace each other's rows.
+    If W&B does not answer, the launch is recorded offline as a separate run, because two launches that are recorded
+    under one id would replace each other's rows.
 
     Args:
         run_id: of run.json.
@@ -30,7 +30,8 @@ def open_wandb(config: TrainConfig, run_id: str, warn: Callable[[str], object]) 
         raise UserError("--use_wandb: wandb is not installed; pip install wandb, or drop the flag") from error
     shown = shown_options(config)
     has_secrets = any(value for option, value in vars(config).items() if option not in shown)
-    # log.txt has the output. W&B's metadata would have the command line. Not wandb.Settings, which init() would change.
+    # log.txt has the console output; W&B's metadata would have the command line. A dict, because init() would change
+    # a wandb.Settings.
     settings = {
         "console": "off", "quiet": True, "x_disable_meta": has_secrets, "init_timeout": CONNECT_S,
         "finish_timeout": FINISH_S, "finish_timeout_raises": True,

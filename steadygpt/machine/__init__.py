@@ -1,1 +1,1 @@
-"""The computer: cores, GPUs, ranks, and what runs fast on them."""
+"""The hardware: cores, GPUs, ranks, and fast kernels for them."""

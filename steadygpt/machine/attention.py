@@ -1,4 +1,4 @@
-"""Which kernel computes attention where."""
+"""Attention, and the choice of its kernel."""
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropo
 
     Args:
         q: (B, num_heads, T, head_dim) queries of a whole row (causal) or of one token, which sees all keys.
-        k, v: (B, num_kv_heads, S, head_dim), S = T for a whole row. Each head serves as many heads of q, which are
-            neighbours (Ainslie et al. 2023).
+        k, v: (B, num_kv_heads, S, head_dim), S = T for a whole row. Each head serves num_heads / num_kv_heads
+            consecutive heads of q (Ainslie et al. 2023).
         mask: (B, 1, T, S) bool, the keys that each query sees; it replaces the causal mask.
         dropout: probability.
     """
@@ -46,7 +46,7 @@ def is_short_on_cpu(q: Tensor) -> bool:
 
 
 def kernel_name(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, dropout: float) -> str:
-    """Return which kernel computes attention in training, for queries of this shape; "" where PyTorch does not say.
+    """Return which kernel computes attention in training, for queries of this shape; "" if unknown.
 
     PyTorch chooses by GPU and by the version of cuDNN. An older cuDNN of the system may hide the one that comes with
     PyTorch. Then PyTorch takes FlashAttention 2 without a warning.
@@ -71,7 +71,7 @@ def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, block: 
     """Compute causal attention in blocks of queries: twice as fast as PyTorch's kernel for short bf16 rows on a CPU.
 
     Each block of queries is multiplied only with the keys up to the end of the block. The scores are rounded to bf16,
-    so the mean error against fp32 is a third larger than that of PyTorch's kernel.
+    so the mean error against fp32 is a third larger than with PyTorch's kernel.
     """
     outputs = []
     for start in range(0, q.size(2), block):

@@ -19,7 +19,7 @@ from steadygpt.machine.host import DEVICES, available_memory_bytes, has_gpu, usa
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}  # flags of x86 processors in /proc/cpuinfo
 # Peak dense FLOP/s in bf16 (fp16 on a T4) by device_name(), the whole name of the GPU.
-# Source: NVIDIA's data sheets; half of the figures that these give "with sparsity".
+# Source: NVIDIA's data sheets, halved where these give figures "with sparsity".
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12,
@@ -35,14 +35,14 @@ AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def choose_device(name: str) -> torch.device:
-    """Return this process's device of the kind that --device names; torchrun starts a process for each GPU."""
+    """Return this process's device of the kind in --device; torchrun starts a process for each GPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or has_gpu(DEVICES) else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():  # an error, because a run on the CPU instead would take weeks
             try:
-                torch.cuda.init()  # says why
+                torch.cuda.init()  # raises the reason
             except (AssertionError, RuntimeError) as error:
                 raise UserError(
                     f"PyTorch cannot use a GPU here: {str(error).splitlines()[0]}; install a build of PyTorch for it, "
@@ -81,18 +81,18 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str):
-    """Compute in bf16 or fp16 inside; weights stay fp32."""
+    """Return a context that computes in this precision; weights stay fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST[precision])
 
 
 def be_deterministic(compiles: bool) -> None:
-    """Use deterministic kernels, with which this process computes the same bits whenever it runs."""
+    """Use deterministic kernels, so that an identical process computes the same bits."""
     if compiles:  # otherwise each process times a GPU's kernels and takes the fastest, which may differ
         torch._inductor.config.deterministic = True
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # not warn_only, with which attention stays as it is
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention would stay nondeterministic
     # Filling is not needed, because every tensor is written before it is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -106,7 +106,7 @@ def seed(device: torch.device, number: int) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module):
-    """Turn off dropout and gradients inside; restore the model's mode afterwards."""
+    """Turn off dropout and gradients in this context; restore the model's mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -117,15 +117,15 @@ def evaluating(model: nn.Module):
 
 
 def any_length():
-    """Avoid cuDNN's attention inside: it spends time on a plan for each new length (torch 2.13)."""
+    """Return a context without cuDNN's attention, which spends time on a plan for each new length (torch 2.13)."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class CapturedGraph:
     """A function whose kernels a GPU launches at once, as a CUDA graph, from its second call on.
 
-    Each call works on the same memory, so it overwrites the result of the call before. In the first call, libraries
-    choose kernels and allocate memory; the second call records.
+    Each call uses the same memory, so it overwrites the previous result. In the first call, libraries choose kernels
+    and allocate memory; the second call records the graph.
     """
 
     def __init__(self, function: Callable[[], torch.Tensor], device: torch.device):
@@ -140,7 +140,7 @@ class CapturedGraph:
             return self.function()
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            # Other threads, which write checkpoints and read data, may allocate meanwhile.
+            # Other threads, which write checkpoints and read data, may allocate during the capture.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.result = self.function()
         self.graph.replay()
@@ -148,7 +148,7 @@ class CapturedGraph:
 
 
 def compute_alone() -> None:
-    """Let this thread, which works beside training, compute without a team of OpenMP threads.
+    """Make this background thread compute without a team of OpenMP threads.
 
     On a CPU, a second team makes each step 1.15 times as long while it exists: with more threads than cores, the
     threads of both teams sleep between two parts of their work (torch 2.13).
@@ -190,7 +190,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU had too little memory. Errors from outside of PyTorch's allocator only say so in words."""
+    """Return whether a GPU had too little memory; errors not from PyTorch's allocator say so only in their message."""
     is_in_message = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
     return is_in_message or isinstance(error, torch.OutOfMemoryError)
 
@@ -207,7 +207,7 @@ def memory_bytes(device: torch.device) -> int:
 def use_expandable_segments() -> None:
     """Let PyTorch's allocator grow its segments of GPU memory, unless the user has set it up otherwise.
 
-    The tensors of an evaluation have other sizes than those of a step. In segments of fixed size they leave fragments,
+    The tensors of an evaluation differ in size from a step's. In segments of fixed size they leave fragments,
     so a run that fits at first runs out of memory later. The allocator reads the variable when the first tensor is
     allocated. In WSL 2 that allocation can fail (pytorch issue 192330), so segments keep their size there.
     """

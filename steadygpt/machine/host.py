@@ -1,4 +1,4 @@
-"""The machine, looked at without PyTorch: GPUs, cores, compiler, memory; and the age of this process."""
+"""The machine, examined without PyTorch: GPUs, cores, compiler, memory; and the age of this process."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ def usable_cores() -> int:
 
 
 def check_compiler(device_type: str) -> None:
-    """Check that torch.compile has a compiler and headers; it would report that it lacks them only minutes later."""
+    """Check that torch.compile has a compiler and headers; it would report missing ones only minutes later."""
     if device_type == "cuda":
         variable = "CC"
         defaults = ["gcc", "clang"]

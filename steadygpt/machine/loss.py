@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are padded to a larger vocabulary, and its gradient, which takes their place."""
+"""Cross-entropy of logits with a padded vocabulary, and its gradient, which overwrites the logits."""
 
 import importlib.util
 import math
@@ -55,10 +55,10 @@ def token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 
 def linear_losses(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float = 0.0) -> Tensor:
-    """Compute token_losses() of softcapped(x @ weight.T, softcap), with one tensor of the size of the logits.
+    """Compute token_losses() of softcapped(x @ weight.T, softcap), with only one tensor of the size of the logits.
 
-    Forward replaces the logits by the gradient of each token's own loss. Backward multiplies these gradients with x and
-    with the weight; the factor that each token's loss has in the whole is applied to x and to the product.
+    Forward replaces the logits by the gradient of each token's own loss. Backward multiplies these gradients with the
+    weight and with x; the incoming gradient of each token's loss scales the first product, and x in the second.
 
     Args:
         x: (N, C), the input of the last layer.
@@ -69,7 +69,7 @@ def linear_losses(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, s
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         weight = weight.to(dtype)
-    # In fp16, the factor of a token would be too small for x.
+    # In fp16, x times the incoming gradient of a token's loss would underflow.
     if torch.is_grad_enabled() and x.dtype != torch.float16:
         losses: Tensor = _LinearLosses.apply(x, weight, targets, vocab_size, softcap)
         return losses
@@ -82,7 +82,7 @@ def gradient_scale(dtype: torch.dtype) -> float:
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Keeps the gradient of the logits for backward, in place of softmax(x) in fp32."""
+    """Keeps the gradient of the logits for backward, instead of softmax(x) in fp32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -100,7 +100,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _LinearLosses(torch.autograd.Function):
-    """Keeps the gradient of the logits in their place, as linear_losses() says."""
+    """Keeps the gradient of the logits in their place, see linear_losses()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
@@ -148,7 +148,7 @@ def _losses_and_gradients(
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    """Return whether the kernel computes these losses: in bf16, which GPUs have that are recent enough for Triton."""
+    """Return whether the kernel computes these losses: in bf16, which implies a GPU recent enough for Triton."""
     return logits.is_cuda and logits.dtype == torch.bfloat16 and logits.is_contiguous() and HAS_TRITON
 
 

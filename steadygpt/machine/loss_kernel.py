@@ -11,11 +11,11 @@ NUM_WARPS = 8
 
 
 def losses_and_gradients(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, gradients: Tensor) -> Tensor:
-    """Return the losses of softcapped logits, (N,) fp32; overwrite `gradients` with those of the logits.
+    """Return the losses of softcapped logits, (N,) fp32; overwrite `gradients` with the gradients of the logits.
 
     Args:
         logits, gradients: (N, P), in rows without gaps; perhaps the same tensor.
-        targets: (N,) int64. The loss of one that is not below vocab_size is infinite.
+        targets: (N,) int64. The loss of a target outside the vocabulary is infinite.
         softcap: 0 for none.
     """
     N, P = logits.shape
@@ -32,8 +32,8 @@ def _row(
 ):  # fmt: skip
     """Compute a row, which is read twice: for its largest logit and the sum, then, from the L2 cache, for the gradient.
 
-    The sum is of exp(x - largest so far) (Milakov and Gimelshein 2018). Loads are masked at P rather than at
-    vocab_size, which is odd: then several numbers are loaded at once.
+    The sum is of exp(x - largest so far) (Milakov and Gimelshein 2018). Loads are masked at P, which the model pads to
+    a multiple of 64, rather than at vocab_size, so that several numbers are loaded at once.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * P

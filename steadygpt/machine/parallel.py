@@ -17,7 +17,7 @@ from steadygpt.machine.ranks import Ranks
 
 
 def gradient_sync(forward: nn.Module, last: bool):
-    """Average gradients over the ranks in the last micro-step only; a context for forward and backward."""
+    """Return a context for forward and backward that averages gradients over the ranks in the last micro-step only."""
     if isinstance(forward, DistributedDataParallel):
         return nullcontext() if last else forward.no_sync()
     set_sync = getattr(getattr(forward, "_orig_mod", forward), "set_requires_gradient_sync", None)
@@ -27,7 +27,7 @@ def gradient_sync(forward: nn.Module, last: bool):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether FSDP shards a tensor: whether it is a DTensor, whose module takes a second to import."""
+    """Return whether FSDP shards a tensor, without importing DTensor, which takes a second."""
     return hasattr(tensor, "to_local")
 
 
@@ -90,12 +90,12 @@ def replicate(forward: nn.Module, ranks: Ranks) -> nn.Module:
 def settle_buckets(forward: nn.Module, device: torch.device, shape: tuple[int, int], autocast: AbstractContextManager):
     """Compute the gradients of a micro-batch of zeros, after which DDP does not rearrange its buckets again.
 
-    DDP rearranges its buckets once in a process, after the first gradients, and the order in which it sums those of
+    DDP rearranges its buckets once in a process, after the first gradients, and the order in which it sums gradients of
     three ranks or more follows from their places in the buckets. Without this, the first step of a resumed run would
-    sum in another order than the same step of an uninterrupted run.
+    sum in a different order than the same step of an uninterrupted run.
 
     Args:
-        shape: of a micro-batch, (B, T), so that torch.compile compiles what it needs anyway.
+        shape: of a micro-batch of the run, (B, T), so that torch.compile compiles nothing extra.
     """
     if not isinstance(forward, DistributedDataParallel):
         return
@@ -112,7 +112,7 @@ def settle_buckets(forward: nn.Module, device: torch.device, shape: tuple[int, i
 
 
 def fill(model: nn.Module, weight: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Set each parameter of the bare model, in their order, to weight(name), which only rank 0 calls."""
+    """Set each parameter of the bare model, in order, to weight(name), which only rank 0 calls."""
     for name, parameter in model.named_parameters():
         _copy_from_main(weight(name) if ranks.is_main else None, parameter.detach(), ranks)
 
@@ -167,7 +167,7 @@ class HostCopy:
     def copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         """Copy the state of the bare model and its optimizer. All ranks call this, because FSDP gathers.
 
-        Returns: {"model": ..., "optimizer": ...} by parameter name, whose tensors are None on ranks other than 0.
+        Returns: {"model": ..., "optimizer": ...} by parameter name; tensors are None on ranks other than 0.
         """
         reshard = getattr(model, "reshard", None)
         if reshard:  # after an evaluation, the weights of FSDP's root are still gathered

@@ -30,7 +30,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Request(NamedTuple):
-    """What a rank asks for. What ranks agree on is the largest of each number."""
+    """What a rank asks for. Ranks agree on the maximum of each number."""
 
     stop: float = 0  # index of a reason in Requests.REASONS; 0: continue
     save: float = 0  # 1: a timed save
@@ -79,9 +79,9 @@ class Ranks:
     def step_numbers(
         self, measured: Mapping[str, torch.Tensor], request: "Request"
     ) -> tuple[dict[str, float], "Request"]:
-        """Return the mean of each measurement over its entries on all ranks, and what the ranks agree on.
+        """Return the mean of each measurement over its entries on all ranks, and the agreed request.
 
-        One exchange, and one wait of the host for the device.
+        Takes one collective and one synchronization with the device.
 
         Args:
             measured: name -> (n,) or a scalar on the device, on each rank.
@@ -129,7 +129,7 @@ class Ranks:
 
     @contextmanager
     def sharing_errors(self):
-        """Raise the UserError that one rank raises in this context on all of them; each rank enters it."""
+        """Raise a UserError or OSError of one rank on all of them, as a UserError; every rank enters this context."""
         problem = ""
         try:
             yield
@@ -155,18 +155,17 @@ class Stopped(Exception):
 class Requests:
     """Requests to stop and to save, until the ranks agree on them.
 
-    Signals, --max_hours and failed saves ask to stop. Rank 0, whose clock counts, also asks for timed saves. The ranks
-    exchange their requests together with the numbers of each step, and where a step or an evaluation takes long, also
-    in between.
+    Signals, --max_hours and failed saves ask to stop; rank 0, by its clock, asks for timed saves. The ranks exchange
+    their requests together with the numbers of each step, and during long steps and evaluations also in between.
 
     Args:
         max_hours: counted from the start of this process, as a job's time limit is; 0: no limit.
-        alive: is called by each exchange, as a sign that the run makes progress.
+        alive: called at each exchange, as a sign that the run makes progress.
     """
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")  # schedulers announce the end by SIGUSR1 or 2
     REASONS = ("", *SIGNALS, "max_hours", "saves failed", "folder lost")
-    LONG_S = 2.0  # where steps take longer, the ranks also agree between two micro-steps
+    LONG_S = 2.0  # if steps take longer, the ranks also agree between micro-steps
 
     def __init__(self, ranks: Ranks, max_hours: float, alive: Callable[[], object] = lambda: None):
         self.ranks = ranks
@@ -221,7 +220,7 @@ class Requests:
         """Stop if the ranks have agreed on it; return whether they have agreed on a timed save. All ranks call it.
 
         Args:
-            now: exchange requests before, also where steps are short.
+            now: exchange requests first, even if steps are short.
 
         Raises: Stopped, on all ranks together.
         """

@@ -1,5 +1,4 @@
-"""The mirror of a run: a copy in an object store, from which another machine can continue.
+"""The mirror of a run: a copy in an object store, from which another machine can resume.
 
-A run has two hooks for it: restore.find_newest() before a checkpoint is looked for, and Uploads.start() after one is
-written.
+A run calls restore.find_newest() to find its checkpoint, and Uploads.start() after each save.
 """

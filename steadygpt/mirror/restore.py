@@ -1,4 +1,4 @@
-"""What a run takes from its mirror: a checkpoint newer than those of its folder, and the logs that led to it."""
+"""Restores from the mirror: a checkpoint newer than the folder's, and the logs that led to it."""
 
 from dataclasses import replace
 from operator import methodcaller
@@ -13,7 +13,7 @@ from steadygpt.mirror.store import FILES, Damaged, Mirror
 
 
 def find_newest(url: str, which: str, folder: Path, identity: RunIdentity) -> tuple[Found, RunIdentity]:
-    """Find the checkpoint that --resume asks for in the folder or, if the mirror has a newer one, there.
+    """Find the checkpoint that --resume asks for: the folder's or, if that is newer, the mirror's.
 
     Args:
         which: latest, auto, or a word of NAMED.
@@ -36,7 +36,7 @@ def find_newest(url: str, which: str, folder: Path, identity: RunIdentity) -> tu
         problem = str(error)
     newest_s = local.checkpoint["saved_at"] if local.checkpoint else 0
     holds_run = (folder / RUN).exists() or checkpoint_files(folder)
-    mirror = Mirror(url, identity.id if holds_run else "")  # for an empty folder, the mirror may have any run
+    mirror = Mirror(url, identity.id if holds_run else "")  # an empty folder accepts the mirror of any run
     skipped: list[str] = []
     try:
         index = mirror.patiently(mirror.index)
@@ -68,7 +68,7 @@ def find_newest(url: str, which: str, folder: Path, identity: RunIdentity) -> tu
 
 
 def restore_logs(mirror: Mirror, folder: Path) -> None:
-    """Download the logs of a run, in place of those of its folder: they belong to the newest checkpoint."""
+    """Replace the logs in a folder with the mirror's, which belong to the newest checkpoint."""
     for name in filter(FILES.fullmatch, mirror.sizes()):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -31,12 +31,12 @@ from steadygpt.network.stores import Store
 
 Result = TypeVar("Result")
 INDEX = "index.json"
-# Files besides checkpoints. Nothing else is restored, because a mirror may be a stranger's.
+# Files besides checkpoints. Nothing else is restored, because a mirror may come from a stranger.
 OF_FOLDER = "|".join(map(re.escape, LOGS))
 FILES = re.compile(rf"{OF_FOLDER}|{TENSORBOARD}/events\.out\.tfevents\.[\w.-]+")
 NAME = r"^(latest|latest_backup|best_model(_step_\d{6,})?|stable|rolling_step_\d{6,}|epoch_\d{5,})\.pt\Z"
 Name = Annotated[str, Meta(pattern=NAME)]
-PARTS = 4  # of 50 MB each, in memory and under way at once
+PARTS = 4  # uploaded at once, 50 MB each, all in memory
 SILENCE_S = 60  # a store may take this long to join the parts of a large file
 RETRIES = 5  # of a part, before the whole upload is repeated
 KEEP = 10  # newest rolling checkpoints in a mirror
@@ -103,7 +103,7 @@ class Mirror:
         return {path.removeprefix(f"{self.folder}/"): info["size"] for path, info in infos.items()}
 
     def index(self) -> Index:
-        """Read the index; without one, return an empty one. The index of another run is an error."""
+        """Read the index; return an empty one if there is none. The index of a different run is an error."""
         advice = "download one of the files step_*.pt, resume from it with --resume FILE, and use another --mirror"
         try:
             index = parse_json(self.read(INDEX), Index, f"{self.url}/{INDEX}", advice)
@@ -163,16 +163,16 @@ class Mirror:
         return index
 
     def upload(self, path: Path, entry: Entry, names: list[str], config: TrainConfig, sizes: Mapping[str, int]) -> None:
-        """Upload a checkpoint unless the mirror has it, the other files of the run, and the index; delete old ones.
+        """Upload a checkpoint unless the mirror has it, then the run's logs and the index; delete old checkpoints.
 
         The newest checkpoint of the mirror is also its latest.pt, and the one before it the backup.
 
         Args:
-            sizes: what the mirror has, see sizes().
+            sizes: of the files in the mirror, see sizes().
         """
         if sizes.get(entry.file) != entry.size:
             self.fs.put_file(str(path), f"{self.folder}/{entry.file}", max_concurrency=PARTS)
-        entries = dict(self.claim().checkpoints)  # claimed again: another launch may have claimed the mirror meanwhile
+        entries = dict(self.claim().checkpoints)  # claim again: another launch may have claimed the mirror meanwhile
         self.upload_files(config, sizes)
         # Uploads that fall behind begin with the newest checkpoint, so older ones may come later.
         newest, *older = sorted({entry, *entries.values()}, key=lambda entry: entry.recency, reverse=True)
@@ -193,7 +193,7 @@ class Mirror:
                 self.fs.rm_file(f"{self.folder}/{name}")
 
     def upload_files(self, config: TrainConfig, sizes: Mapping[str, int]) -> None:
-        """Upload the logs of the run whose size is not that in the mirror; a run only appends to them."""
+        """Upload the logs whose size differs from the mirror's; a run only appends to them."""
         folder = Path(config.checkpoint_dir)
         for path in [*folder.iterdir(), *folder.glob(f"{TENSORBOARD}/*")]:
             name = path.relative_to(folder).as_posix()

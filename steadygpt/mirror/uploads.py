@@ -22,7 +22,7 @@ GIVE_UP_S = 600.0  # a run no longer waits for uploads that have failed for this
 
 
 def open_uploads(run_id: str, config: TrainConfig, log: RunLog) -> "Uploads":
-    """Open the uploads of a run that does not train, to what is left of its folder.
+    """Return the uploads of a run that is not training.
 
     Raises: UserError if the mirror has a newer checkpoint than the folder.
     """
@@ -46,7 +46,7 @@ class Uploads:
         self.log = log
         # Absolute, because the thread may outlive the working directory.
         self.copy = Path(config.checkpoint_dir, ".upload.tmp").absolute()
-        self.requests: Queue[None] = Queue(maxsize=1)  # one that waits serves all that come meanwhile
+        self.requests: Queue[None] = Queue(maxsize=1)  # a waiting request covers all later ones
         self.is_last = False
         self.corrupt: set[tuple[float, int]] = set()  # File.recency of local saves
         self.uploaded_at_s = -math.inf  # when the last upload of a checkpoint began
@@ -114,7 +114,7 @@ class Uploads:
         try:
             link_file(path, self.copy)  # keeps the file when training replaces it
             head = read_head(self.copy)
-            if head != files[0].head:  # training has replaced it meanwhile
+            if head != files[0].head:  # training has replaced it
                 return
             if head.recency not in {entry.recency for entry in entries.values()}:
                 read_checkpoint(self.copy)

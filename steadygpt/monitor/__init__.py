@@ -1,1 +1,1 @@
-"""A run as seen from outside: its state and curves, the table of its checkpoints."""
+"""A run seen from outside: its state and curves, and the table of its checkpoints."""

@@ -1,4 +1,4 @@
-"""Snapshots of the runs in a folder, taken from their files and locks, and whether they are alive."""
+"""Snapshots of the runs in a folder, from their files and locks, and the state of each run."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from steadygpt.base.text import counted, duration_text, run_flags
 from steadygpt.base.typed import read_json
 from steadygpt.log.metrics import METRICS, STATUS, Status, read_status
 
-SILENT_S = 60.0  # without a heartbeat for this long, and for SILENT_STEPS steps, a run hangs
+SILENT_S = 60.0  # a run without a heartbeat for this long, and for SILENT_STEPS steps, hangs
 SILENT_STEPS = 5
 COMPILING_S = 900.0  # in place of SILENT_S at the start and in evaluations: compiling the model renews no heartbeat
 HEALTHY = ("running", "stopped", "finished")  # states
@@ -44,7 +44,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, folder: Path, status: Status, **fields: Any) -> "Snapshot":
-        """Look at the lock and the checkpoints of a run; `fields` are the other fields of the snapshot."""
+        """Read the lock and latest.pt's date of a run; `fields` are the other fields of the snapshot."""
         latest = folder / "latest.pt"
         return cls(
             folder=folder,
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def watch(run_folder: str) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run in a folder, or else of the newest one below it, whenever the next is asked for."""
+    """Yield snapshots of the run in a folder, or else of the newest run below it, each taken on demand."""
     top = Path(run_folder).expanduser()
     folder = find_runs(top)[0]
     curves = Curves(folder / METRICS)
@@ -77,7 +77,7 @@ def find_runs(top: Path) -> list[Path]:
     for pattern in ("{}", "*/{}", "*/*/{}"):
         for name in (STATUS, METRICS):  # a mirror has no status.json
             for path in top.glob(pattern.format(name)):
-                with suppress(OSError):  # the user has removed it meanwhile
+                with suppress(OSError):  # the user has removed it
                     changed_at.setdefault(path.parent, path.stat().st_mtime)
     if not changed_at:
         raise UserError(
@@ -87,7 +87,7 @@ def find_runs(top: Path) -> list[Path]:
 
 
 def other_runs(top: Path, folder: Path) -> dict[str, Snapshot]:
-    """Return snapshots of the runs in `top` and below, by their path from there, without the one in `folder`."""
+    """Return snapshots of the runs in `top` and below, by their relative path, except the one in `folder`."""
     snapshots = {}
     for run_folder in find_runs(top):
         if run_folder != folder:
@@ -131,7 +131,7 @@ class Curves:
 
 
 def thin(curve: Curve) -> Curve:
-    """Return up to MAX_POINTS points: the lowest and the highest, such as a spike, of each of equal ranges of steps."""
+    """Return up to MAX_POINTS points: the lowest and the highest (such as a spike) in equal ranges of steps."""
     steps = [step for step, _ in curve]
     range_size = (max(steps, default=0) - min(steps, default=0) + 1) / (MAX_POINTS // 2)
     thinned: Curve = []
@@ -166,7 +166,7 @@ def state_of(snapshot: Snapshot) -> State:
     if snapshot.saved_at is not None:
         resume = "./resume_training.sh" + run_flags(str(snapshot.folder), status.get("mirror", ""))
     name = status.get("status", "unknown")
-    if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is that of an earlier launch
+    if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is from an earlier launch
         return State("running", f"process {snapshot.owner} has locked the folder and does not train yet")
     if name == "finished":
         return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")

@@ -17,7 +17,7 @@ from steadygpt.checkpoint import files
 from steadygpt.mirror.store import Mirror
 
 TITLES = ("file", "step", "epoch", "loss", "val loss", "bits/byte", "size", "age", "state")
-# Columns that a terminal too narrow for all of them does not show, the least important first.
+# Columns that a narrow terminal drops, the least important first.
 EXPENDABLE = ("epoch", "bits/byte", "size", "loss", "age", "val loss", "step")
 Row = Mapping[str, str]  # title -> cell
 
@@ -48,7 +48,7 @@ def _lines(rows: Sequence[Row], states: Iterator[str], columns: float, usual: st
     """Yield the title and a line for each row, as soon as its state is known, with as many columns as fit.
 
     Args:
-        usual: a state that fits too. A longer one, such as an error, makes its line longer.
+        usual: the state that columns leave room for. A longer state, such as an error, makes its line longer.
     """
     widths = {title: max(len(title), *(len(row[title]) for row in rows)) for title in TITLES[:-1]}
     for title in EXPENDABLE:
@@ -65,7 +65,7 @@ def _lines(rows: Sequence[Row], states: Iterator[str], columns: float, usual: st
 
 
 def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.inf) -> Iterator[str]:
-    """Yield the lines of --list_checkpoints. With `verbose`, verify the files, and add what the newest one contains.
+    """Yield the lines of --list_checkpoints. With `verbose`, verify the files, and describe the newest intact one.
 
     Args:
         columns: of the terminal.

@@ -47,7 +47,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
     """Return the view with a chart as high as the console has room for, and with `hint` in its last line.
 
-    Where a chart has no room, facts, other runs and the middle of the summary are left out.
+    Facts, other runs and the middle of the summary are left out if that makes room for the chart.
     """
     for most in FACT_ROWS:
         above, below = around_chart(snapshot, hint, most)
@@ -59,7 +59,7 @@ def view(snapshot: Snapshot, console: Console, hint: str = "") -> Group:
 
 
 def around_chart(snapshot: Snapshot, hint: str, most: int) -> tuple[list[RenderableType], list[RenderableType]]:
-    """Return what is above and below the chart, with at most this many rows of facts."""
+    """Return what is above and below the chart, with at most `most` rows of facts and of other runs."""
     status = snapshot.status
     state = state_of(snapshot)
     is_running = state.name == "running"
@@ -82,7 +82,7 @@ def line_of(*parts: str | tuple[str, str], no_wrap: bool = True) -> Text:
 
 
 def apart(left: RenderableType, right: Text) -> Table:
-    """Return a line with one part at its left and one at its right end."""
+    """Return a line with one part at the left end and one at the right."""
     line = Table.grid(Column(ratio=1, no_wrap=True), Column(no_wrap=True), expand=True, padding=(0, 2))
     line.add_row(left, right)
     return line
@@ -108,7 +108,7 @@ def heading(status: Status, state: State) -> list[RenderableType]:
 
 
 def facts(snapshot: Snapshot, load: Mapping[str, float], most: int) -> Columns:
-    """Return the columns of FACTS, names and values, of at most so many rows. Unknown values are left out."""
+    """Return the columns of FACTS, names and values, in at most `most` rows. Unknown values are left out."""
     status = snapshot.status
     values: dict[str, Any] = {**status, **load, "disk": bytes_text(shutil.disk_usage(snapshot.folder).free)}
     times = {"saved": snapshot.saved_at}
@@ -147,7 +147,7 @@ def gpus(load: Mapping[str, float]) -> list[RenderableType]:
 
 
 def other_runs(snapshot: Snapshot, most: int) -> list[RenderableType]:
-    """Return a line for each of the newest other runs in the folder, at most so many, and an empty line."""
+    """Return a table of the newest other runs in the folder, at most `most`, and an empty line; [] without any."""
     if not snapshot.other_runs:
         return []
     columns = [Column("other runs", no_wrap=True), *(Column(no_wrap=True, justify="right") for _ in range(4))]

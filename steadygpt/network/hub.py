@@ -15,7 +15,7 @@ from steadygpt.base.typed import FileName, read_json
 from steadygpt.network.stores import RemoteFile
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in one file, or in several
-# Files of a model besides weights and tokenizer.json: how it ends texts, and how a chat is written.
+# Files of a model besides weights and tokenizer.json: how texts end, and how chats are formatted.
 KEPT_FILES = (
     "generation_config.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
     "chat_template.jinja",
@@ -86,7 +86,7 @@ persistently = HUB.persistently
 
 
 def find_repo(kind: str, spec: str) -> Repo:
-    """Find the commit that NAME[@REVISION] on the Hub refers to; without a network, the one in the cache."""
+    """Find the commit that NAME[@REVISION] on the Hub refers to; without a network, the cached commit."""
     from huggingface_hub import HfApi, constants, snapshot_download, utils
     from huggingface_hub.errors import HFValidationError
 
@@ -126,7 +126,7 @@ def find_repo(kind: str, spec: str) -> Repo:
 
 
 def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[RemoteFile]]:
-    """Find the files of the split train of a data set NAME[@REVISION], in Parquet, JSON Lines or text.
+    """Find the files of the train split of a data set NAME[@REVISION], in Parquet, JSON Lines or text.
 
     Args:
         pinned: the commit to use, even if the name now refers to another one.
@@ -136,7 +136,7 @@ def data_files(spec: str, config: str, pinned: str = "") -> tuple[str, list[Remo
     import datasets
     from huggingface_hub import HfApi, HfFileSystem
 
-    fs = HfFileSystem()  # its listings, shared with `datasets`, stay valid: they are of commits
+    fs = HfFileSystem()  # its cached listings, shared with `datasets`, stay valid, because a commit does not change
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     name, separator, revision = spec.partition("@")

@@ -13,7 +13,7 @@ from steadygpt.base import retry
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import Service, brief, kinds, status_of
 
-BLOCK_BYTES = 2**24  # of one request; services limit the rate of requests, and a lost connection loses one of them
+BLOCK_BYTES = 2**24  # a request has at most two: services limit the rate of requests, and a lost connection loses one
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 LOG_IN = {
     "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -35,7 +35,7 @@ class RemoteFile:
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes [start, end) in blocks; after a lost connection, request the block again."""
-        most = 2 * BLOCK_BYTES  # what a reader wants, and a block ahead of it
+        most = 2 * BLOCK_BYTES  # open() asks for a block and the next one
         for at in range(start, end, most):
             size = min(most, end - at)
             block = self.service.persistently(self.path, partial(self.request, start=at, end=at + size))
@@ -93,7 +93,7 @@ class Store:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # gcsfs logs a traceback for each retry; we print a line
 
     def files(self) -> list[RemoteFile]:
-        """List the file, the files below the folder or those that match the glob, in the order of local files."""
+        """List the file, the files below the folder or the matches of the glob, sorted like local files."""
 
         def ask() -> list[dict]:
             find = self.fs.glob if glob.has_magic(self.path) else self.fs.find
@@ -121,7 +121,7 @@ class Store:
 
 
 def _options(package: str, silence_s: float) -> dict[str, Any]:
-    """Return the options of a file system that close silent connections."""
+    """Return file system options that close silent connections."""
     if package == "s3fs":
         silence = {"connect_timeout": silence_s, "read_timeout": silence_s}
         return {"config_kwargs": silence | {"retries": {"max_attempts": 0}}}

@@ -1,1 +1,1 @@
-"""From sources of text to shards."""
+"""Preparation of shards from sources of text."""

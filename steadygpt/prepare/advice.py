@@ -1,11 +1,11 @@
-"""Commands that make a file one that prepare_dataset.py reads; errors and notes print them."""
+"""Commands, for errors and notes, that convert a file to one that prepare_dataset.py reads."""
 
 import glob
 import re
 import shlex
 
-# Kind of a file -> what datasets.load_dataset() needs to read it. Of a table only the text is read, and as text:
-# guesses at types would lose the word None, and end the command at a number in a column of words.
+# Kind of a file -> arguments of datasets.load_dataset() that read it. Of a table, only the text column is read, as
+# strings: with guessed types, the word None would be lost, and a number in a column of words would be an error.
 LOADERS = {
     "csv": "'csv', usecols=[{field!r}], converters={{{field!r}: str}}, na_filter=False",
     "tsv": "'csv', usecols=[{field!r}], converters={{{field!r}: str}}, na_filter=False, sep='\\t'",
@@ -16,11 +16,11 @@ NAME = re.compile(
     r"(?P<stem>.+?)(\.(?P<kind>csv|tsv|jsonl?|ndjson|txt|md))?(\.(?P<packing>gz|zst|xz|bz2|lzma))?",
     re.IGNORECASE | re.DOTALL,
 )
-ORIGINAL = ".original"  # the suffix of a file in JSON Lines' name after its conversion
+ORIGINAL = ".original"  # appended to the name of a converted file that was misnamed as JSON Lines
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """Return the name of a file without its suffixes, its kind and its packing, both in small letters, or ""."""
+    """Return the name of a file without its suffixes; its kind and its packing, in lower case, or ""."""
     parts = NAME.fullmatch(name)
     assert parts, "the pattern matches any name"
     return parts["stem"], (parts["kind"] or "").lower(), (parts["packing"] or "").lower()
@@ -62,4 +62,4 @@ def convert_command(name: str, field: str) -> str:
 
 
 def rename_command(name: str, target: str) -> str:
-    return shlex.join(["mv", "-n", name, target])  # -n: not over another file
+    return shlex.join(["mv", "-n", name, target])  # -n: never overwrite a file

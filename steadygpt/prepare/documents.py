@@ -1,6 +1,6 @@
 """Reading of files in blocks, and of documents from blocks.
 
-A block begins where the previous one ends, so a file and a position in it are enough to continue.
+A block begins where the previous one ends, so a file and a position in it are enough to resume.
 """
 
 import codecs
@@ -31,7 +31,7 @@ LEAST_WINDOW = 32  # the same for short pieces; a smaller window would cut withi
 PACKED = (".gz", ".zst")  # suffixes of packed texts
 GZIP = b"\x1f\x8b"
 ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame with data, or one to be skipped
-REPAIR = "repair or remove it, then run this again"  # advice, while no shard is written
+REPAIR = "repair or remove it, then run this again"  # advice before the first shard is written
 NO_TEXT = "no text"  # why an empty document is skipped
 ROWS_AT_ONCE = 256  # rows of a table in memory as Python objects
 
@@ -41,14 +41,14 @@ class Damaged(UserError):
 
 
 class Wanted(NamedTuple):
-    """What to read in files."""
+    """The text to read in files."""
 
     text_field: str = "text"  # the field or column
     separator: str = ""  # between the documents in a text; "": a text is one document
 
     @property
     def pattern(self) -> str:
-        """The regular expression of the separator, whose line ends may also be those of Windows."""
+        """The regular expression of the separator, which also matches Windows line ends."""
         return re.escape(self.separator).replace("\\\n", "\r?\n")
 
 
@@ -173,7 +173,7 @@ def cut_at(text: bytes, at: int, window: int) -> int:
 
 
 def read_text(file: BinaryIO, wanted: Wanted, at: int) -> Iterator[tuple[int, bytes]]:
-    """Yield blocks of a text; none if the file is empty. No separator is cut."""
+    """Yield blocks of a text, each with the position after it; none if the file is empty. No separator is cut."""
     text = open_text(file, at)
     separator = re.compile(wanted.pattern.encode())
     longest = 2 * len(wanted.separator.encode())  # of a separator, with line ends of Windows
@@ -209,7 +209,7 @@ def holds_json_lines(text: bytes) -> bool:
 
 
 def suffix_by_content(path: Path) -> str:
-    """Return the suffix with which a file of this machine would be read as what it is; "" if it would not."""
+    """Return the suffix in READERS that fits the content of a local file; "" if it cannot be read."""
     with path.open("rb") as file, suppress(Exception):  # libraries raise any type on arbitrary bytes
         head = file.peek(6)
         if head.startswith(b"PAR1"):
@@ -261,7 +261,7 @@ def arrow_batches(file: BinaryIO, field: str, first: int) -> Iterator["RecordBat
 
 
 def read_table(file: BinaryIO, wanted: Wanted, at: int) -> Iterator[tuple[int, list]]:
-    """Yield the values of a field of a table, in lists of about BLOCK_BYTES."""
+    """Yield the values of a field of a table, in lists of about BLOCK_BYTES, each with the row after it."""
     batches_of = parquet_batches if suffix_of(file.name) == ".parquet" else arrow_batches
     values: list = []
     num_bytes = 0
@@ -304,9 +304,9 @@ def suffix_of(name: str) -> str:
 
 
 def check_beginning(file: BinaryIO, text_field: str) -> None:
-    """Check what the beginning of a file tells at once: that it is pulled, a text, or a table with the field.
+    """Check the beginning of a file: not a Git LFS pointer, and a text, or a table with the field.
 
-    Raises: Damaged
+    Raises: Damaged.
     """
     if file.peek(1).startswith(LFS_POINTER):  # type: ignore[attr-defined]
         raise UserError(f"{file.name}: {BEGINNINGS[LFS_POINTER]}")
@@ -361,10 +361,10 @@ def read_documents(block: Block, wanted: Wanted) -> Iterator[Document]:
 def documents_in(
     text: str | Skipped, at: int, wanted: Wanted, row_bytes: int = 0, is_begin: bool = True, is_last: bool = True
 ) -> Iterator[Document]:
-    """Divide a text at a separator, if there is one; parts without text are no documents.
+    """Divide a text at a separator, if there is one; skip parts without text.
 
     Args:
-        is_begin, is_last: whether the text begins at its beginning, and ends at its end.
+        is_begin, is_last: whether `text` includes the beginning and the end of the whole text.
     """
     if isinstance(text, Skipped) or not wanted.separator:
         yield Document(at, text, is_begin, row_bytes)

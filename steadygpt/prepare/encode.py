@@ -10,7 +10,7 @@ from steadygpt.data.shards import token_dtype
 from steadygpt.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer
 from steadygpt.prepare.documents import NO_TEXT, Block, Damaged, Skipped, Wanted, cut_document, read_documents, repair
 
-# About one character in so many is decoded again, at most SAMPLE of them in each EVERY characters of a document.
+# About one character in SAMPLED is decoded again, at most SAMPLE of them in each EVERY characters of a document.
 SAMPLED = 500
 SAMPLE = 500
 EVERY = 50_000
@@ -26,11 +26,11 @@ class Encoded:
     skipped: list[tuple[str, str]] = field(default_factory=list)  # skipped rows, as FILE:POSITION, with the reasons
     skipped_bytes: int = 0  # of the skipped rows that are lines; without those that only have no text
     damaged: list[Damaged] = field(default_factory=list)  # of each file that cannot be read further: why
-    documents: int = 0  # how many
+    documents: int = 0
     parts: int = 0  # documents of texts that a separator divides
     repaired: int = 0  # characters U+FFFD that replace invalid Unicode
     sampled_bytes: int = 0  # of text that was decoded again
-    changed_bytes: int = 0  # of this text, those of characters that did not come back
+    changed_bytes: int = 0  # of this text, the bytes of lost characters
     special_texts: Counter[str] = field(default_factory=Counter)  # special token -> how often texts contain it
     spelled_in: dict[str, str] = field(default_factory=dict)  # special token -> the first file that contains it
 
@@ -85,7 +85,7 @@ def encode(
 
 
 def changed_bytes(text: str, tokenizer: Tokenizer) -> int:
-    """Return the bytes of the characters of a text that its ids do not give back, wherever they stand."""
+    """Return the bytes of the characters that a text loses when encoded and decoded, regardless of their order."""
     known = [i for i in tokenizer.encode(text) if i != tokenizer.unknown_id]
     lost = Counter(text) - Counter(tokenizer.decode(known))
     return sum(count * len(character.encode()) for character, count in lost.items())

@@ -62,7 +62,7 @@ class CorpusOptions:
 
     @property
     def wanted(self) -> Wanted:
-        """What to read in the files; \\n, \\r, \\t and \\\\ in the separator are read as they are meant."""
+        """What to read in the files; the escapes \\n, \\r, \\t and \\\\ in the separator are decoded."""
         escapes = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
         return Wanted(self.text_field, re.sub(r"\\[nrt\\]", lambda match: escapes[match[0]], self.separator))
 
@@ -95,7 +95,7 @@ class Manifest:
     damaged_bytes: Count = 0  # of these files
     repaired: Count = 0
     sampled_bytes: Count = 0  # of text that was decoded again
-    changed_bytes: Count = 0  # of this text, what did not come back
+    changed_bytes: Count = 0  # of this text, the bytes of lost characters
     spelled: dict[str, Count] = field(default_factory=dict)  # special token -> how often texts contain its characters
     tokens: Count = 0
     shards: list[ShardEntry] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Manifest:
             value = getattr(options, name)
             is_same = value == before
             if name == "tokenizer" and Path(str(value)).suffix == ".json" and Path(str(value)).exists():
-                # The content counts, not the path.
+                # Compare the content, not the path.
                 is_same = record_named(str(value)).tokenizer_sha256 == manifest.tokenizer_sha256
             if not is_same:
                 differences.append(f"--{name} {shown(before)}, and now {shown(value)}")
@@ -147,7 +147,7 @@ class Manifest:
         replace_file(out / MANIFEST, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
     def count(self, unit: list[Block], encoded: Encoded) -> None:
-        """Count what a unit gave, and advance to the unit after it."""
+        """Add the counts of a unit, and advance to the next unit."""
         empty = sum(reason == NO_TEXT for _, reason in encoded.skipped)
         self.documents += encoded.documents
         self.parts += encoded.parts
@@ -172,9 +172,9 @@ class Manifest:
         return sum(shard["tokens"] for shard in self.shards if shard["split"] == split)
 
     def losses(self) -> dict[str, float]:
-        """Return what is not in the shards as it was read -> the share of the source that it is."""
+        """Return kind of loss -> its share of the source, as a phrase after a percentage: 5% of ..."""
         total = max(1, self.size + sum(self.left_out.values()))
-        num_bytes = self.validation.num_bytes - 2 * self.repaired  # as each bad byte was, before it took three
+        num_bytes = self.validation.num_bytes - 2 * self.repaired  # before each bad byte became three, U+FFFD
         by_rows = self.skipped / max(1, self.documents + self.skipped)
         by_bytes = self.skipped_bytes / max(1, self.read_bytes)
         return {

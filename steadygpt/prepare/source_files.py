@@ -1,4 +1,4 @@
-"""What the corpus of a source is: which of its files are read, and why the others are not."""
+"""The corpus of a source: which of its files are read, and why the others are not."""
 
 import glob
 import os
@@ -24,7 +24,7 @@ SPLITS = re.compile(r"(?<![a-z])(?:(train)|test|val|valid|validation|dev|eval)(?
 EXPECTED = (
     "a file, a folder, a glob, a URL such as s3://... or gs://..., stdlib, fineweb-edu or hf:NAME[@REVISION][:CONFIG]"
 )
-# Names that are no text of a corpus: cards and licences, descriptions of other files, caches of `datasets`.
+# Names of files that are not part of a corpus: cards and licences, descriptions of other files, caches of `datasets`.
 NEVER = re.compile(
     r"((readme|licen[sc]e|requirements)([_-]\w+)*|copying|notice|authors|contributing|change(s|log)|citation|security|"
     r"code_of_conduct|dataset_?card|sha\d+sums?|checksums?)(\.\w\w)?(\.(md|txt|rst))?|"
@@ -59,7 +59,7 @@ class LeftOut(NamedTuple):
     reason: str
     names: list[str]
     num_bytes: int = 0  # of text that they may hold
-    advice: str = ""  # how to read them all the same
+    advice: str = ""  # how to read them anyway
 
     def __str__(self) -> str:
         size = f" ({bytes_text(self.num_bytes)})" if self.num_bytes else ""
@@ -88,7 +88,7 @@ def local_files(name: str, out: Path | None = None, text_field: str = "text") ->
         paths.update(match.glob("**/*") if match.is_dir() else [match])
     links_to_folders: list[str] = []
     files: dict[tuple[int, int], LocalFile] = {}
-    # Of a file with several names, the first one that says its format is read, as in the Hub's cache.
+    # Of a file with several names, as in the Hub's cache, take the first name whose suffix tells the format.
     for path in sorted(paths, key=lambda path: (not suffix_of(path.name), path)):
         if any(part.startswith(".") for part in {*path.parts} - {*pattern.parts}):
             continue
@@ -151,7 +151,7 @@ def without_caches(files: Sequence[LocalFile]) -> list[LocalFile]:
 def choose(source: str, sizes: Mapping[str, int], text_field: str) -> tuple[list[str], list[LeftOut]]:
     """Choose the files of a corpus by their names: all that hold text.
 
-    A file that is the source itself is read, whatever its name means elsewhere.
+    A source that is a single file is read, even if its name would be left out in a folder.
 
     Args:
         sizes: name -> bytes.
@@ -215,7 +215,7 @@ def group_of(name: str, names: Collection[str]) -> str:
 
 
 def advice_for(source: str, group: str, names: Sequence[str], text_field: str) -> str:
-    """Return what to type so that the first of some files that are left out is read; "" if that is not known."""
+    """Return what to type to read the first of these left-out files; "" if that is unknown."""
     name = names[0]
     if group == NOT_READ:
         return ""
@@ -246,7 +246,7 @@ def advice_for(source: str, group: str, names: Sequence[str], text_field: str) -
 
 
 def nothing_found(source: str, left_out: Sequence[LeftOut]) -> UserError:
-    """Explain that a source has no file that is read."""
+    """Return the error for a source without a readable file."""
     if left_out:
         found = sorted(left_out, key=lambda lost: not lost.advice)  # what can be converted first
         problem = "; ".join(map(str, found))
@@ -258,7 +258,7 @@ def nothing_found(source: str, left_out: Sequence[LeftOut]) -> UserError:
 
 
 def check_splits(folder: str, names: Sequence[str]) -> None:
-    """Refuse a folder with both files for training and files for tests, such as a copy of a data set of the Hub."""
+    """Refuse a folder with files both for training and for tests, such as a copy of a data set of the Hub."""
     train_name = ""
     train_word = ""  # as the name writes it, such as Train
     test_name = ""
@@ -277,7 +277,7 @@ def check_splits(folder: str, names: Sequence[str]) -> None:
 
 
 def stem_of(name: str) -> str:
-    """Return the name of a file of data without its format, or of a text without its packing."""
+    """Return the name of a data file without its format, or of a text without its packing."""
     suffix = suffix_of(name)
     if suffix in TEXTS:
         suffix = next((packing for packing in PACKED if suffix.endswith(packing)), "")

@@ -48,18 +48,18 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """A line that changes when files are added or removed, or change their size."""
+        """A line that changes when files are added, removed or renamed, or change their size."""
         root = os.path.commonpath([Path(file.path).parent for file in self.files])
         known = [(os.path.relpath(file.path, root), file.size) for file in self.files]
         return f"{len(known)} files, sha256 {digest_of(known)}"
 
     @property
     def versions(self) -> str:
-        """A line that changes also when files are modified."""
+        """A hash that changes when the commit changes or files are modified."""
         return digest_of([self.commit, *(file.version for file in self.files)])
 
     def blocks(self, wanted: Wanted, first: Place = Place()) -> Iterator[Block]:  # noqa: B008 (a tuple)
-        """Read the files in blocks, from a place on. The last block of a file may be why it cannot be read further."""
+        """Read the files in blocks, from a place on. The last block of a damaged file is the error."""
         at = first.at
         for number, file in enumerate(self.files[first.file :], start=first.file):
             progress = 0
@@ -89,7 +89,7 @@ class Source:
             yield unit
 
     def check(self, text_field: str) -> None:
-        """Check what the beginnings of local files tell, before the first of them is read."""
+        """Check the beginnings of all local files, before any file is encoded."""
         for file in self.files:
             if isinstance(file, LocalFile):
                 with file.open() as opened, naming(file.path):
@@ -106,10 +106,10 @@ def find_source(
     """Find the files of --source.
 
     Args:
-        commit: of the Hub data set, if an earlier run of the preparation has read this one.
+        commit: the commit of a Hub data set that an earlier run of the preparation read, if any.
         max_files: how many files to take, in their order; None for all.
         out: the folder for the shards, whose files are left out.
-        text_field: for commands that convert a file.
+        text_field: for the conversion commands in errors.
     """
     if "://" in name:
         files = {file.path: file for file in Store(name).files()}

@@ -12,7 +12,7 @@ from steadygpt.prepare.documents import Damaged, Wanted, cut_document, read_docu
 from steadygpt.prepare.sources import Place, Source
 
 TRAINING_BYTES = 10**9
-LONGEST_WORD = 1000  # characters; the time of training grows with the square of a longer word
+LONGEST_WORD = 1000  # characters; training time grows with the square of a word's length
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
@@ -29,7 +29,7 @@ def train_tokenizer(source: Source, wanted: Wanted, vocab_size: int, limit: int)
         except Exception as error:  # for the main thread
             results.append(error)
 
-    # The library ignores signals, so the main thread, which Ctrl-C ends, only waits for a daemon.
+    # The library ignores signals, so train in a daemon thread: Ctrl-C ends the main thread, which only waits.
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     while thread.is_alive():
@@ -47,7 +47,7 @@ def train_tokenizer(source: Source, wanted: Wanted, vocab_size: int, limit: int)
 
 
 def choose_texts(source: Source, wanted: Wanted, limit: int) -> Iterator[str]:
-    """Yield the text at the beginning of each file, in all `limit` bytes; larger files give more."""
+    """Yield text from the beginning of each file, in proportion to its size, about `limit` bytes in all."""
     with ProgressBar(desc="reading text for the tokenizer", total=min(limit, source.size), unit="B") as bar:
         is_empty = True
         for number, file in enumerate(source.files):
@@ -71,7 +71,7 @@ def choose_texts(source: Source, wanted: Wanted, limit: int) -> Iterator[str]:
 
 
 def cut_words(text: str) -> Iterator[str]:
-    """Cut a text within words of more than LONGEST_WORD characters."""
+    """Cut a text after each LONGEST_WORD characters without white space, or of white space only."""
     start = 0
     for word in _LONG_WORD.finditer(text):
         yield text[start : word.end()]

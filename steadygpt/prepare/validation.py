@@ -15,14 +15,14 @@ class ValidationSample:
     """A fair sample of a stream of pieces of text: the size of a piece does not decide whether it is chosen.
 
     The probability that a piece is chosen is the share, plus the number of bytes that the sample lacks divided by the
-    size of the largest piece so far. It is known before the piece, and changes slowly from one piece to the next, so
-    the sizes in the sample are distributed as in the stream, whatever their order. The size of the sample differs from
+    size of the largest piece so far. It does not depend on the piece itself, and changes slowly from one piece to the
+    next, so the sizes in the sample are distributed as in the stream, in any order. The size of the sample differs from
     its share of the bytes by at most the largest piece so far.
     """
 
     share: Annotated[float, Meta(ge=0, le=1)]  # of the bytes of all pieces
     pieces: Count = 0  # so far, chosen or not
-    largest: Count = 0  # size of one of these pieces
+    largest: Count = 0  # size of the largest of these pieces
     num_bytes: Count = 0  # of these pieces
     chosen_bytes: Count = 0
 

@@ -1,7 +1,7 @@
-"""Writing of token ids to the shards of a folder, which can be continued after a kill.
+"""Writing of token ids to the shards of a folder, which can be resumed after a kill.
 
 Ids are gathered in memory until they fill a shard of train. One save writes this shard, then the validation ids so far
-as another one, then the manifest. A preparation that was killed continues after the last manifest.
+as another one, then the manifest. After a kill, a preparation resumes from the last manifest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +24,8 @@ from steadygpt.prepare.manifest import Manifest
 from steadygpt.prepare.validation import ValidationSample
 
 NAMED_SKIPS = 5  # skipped rows that are named on stderr; empty rows are only counted
-DAMAGED_FILES = 3  # that are skipped at most, or one in a hundred
-Gathered = dict[str, bytearray]  # split -> ids, which have no copy in memory when they are written
+DAMAGED_FILES = 3  # most that are skipped, or one in a hundred
+Gathered = dict[str, bytearray]  # split -> ids, which are written without a copy in memory
 
 
 def save_shards(out: Path, manifest: Manifest, gathered: Gathered) -> list[ShardEntry]:
@@ -58,7 +58,7 @@ def write_shards(
     gathered: Gathered = {"train": bytearray(), "val": bytearray()}
     shard_size = manifest.options.shard_size
     num_named = 0
-    with ThreadPoolExecutor(1) as writer:  # the workers get units meanwhile
+    with ThreadPoolExecutor(1) as writer:  # so that the workers get units during a save
         saving: Future[list[ShardEntry]] | None = None
         for unit, ids in encoded:
             num_gathered = len(gathered["train"]) // ids.ids.itemsize
@@ -93,7 +93,7 @@ def write_shards(
 def check_unit(unit: Encoded, manifest: Manifest, num_files: int, is_written: bool) -> None:
     """Check the beginning of a source for rows with text, and that few files are damaged.
 
-    A damaged file ends the command while no shard is written, because the files may still be repaired or removed then.
+    Before the first shard is written, a damaged file ends the command, because it can still be repaired or removed.
 
     Args:
         is_written: whether a shard is written.
@@ -122,7 +122,7 @@ def divided(encoded: Encoded, validation: ValidationSample) -> Iterator[tuple[st
 
 
 def explain_special_token(name: str, token: str, document_token: str) -> None:
-    """Tell that a file contains the characters of a special token, and what to do if it means the token."""
+    """Report that a file contains the characters of a special token, and what to do if it means the token."""
     advice = "If it means the token, write the shards yourself, see docs/data.md#token-ids"
     if token == document_token:
         advice = f"If it separates documents, use --separator '{token}'"

@@ -1,1 +1,1 @@
-"""What surrounds a step: its record, saves, repeated steps, the schedule of names, the summary."""
+"""The work around a step: its record, saves and their names, the comparison of repeated steps, the summary."""

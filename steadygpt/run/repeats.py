@@ -1,4 +1,4 @@
-"""Steps that are computed twice, after a resume: a comparison with their records in metrics.jsonl."""
+"""Comparison of the steps that a resumed run repeats with their records in metrics.jsonl."""
 
 import json
 import math
@@ -13,10 +13,10 @@ from steadygpt.log.metrics import Record, launches_from, without_nan
 from steadygpt.log.runlog import RunLog
 
 NUMBERS = ("loss", "grad_norm", "lr")  # of a record that are compared
-# The usual differences of repeated steps where equal launches need not compute the same bits: steps after the
-# checkpoint, fewer than this -> relative difference of a loss, and of a gradient norm. The limits have some room above
-# the largest differences that `python -m benchmarks.repeated_steps` has measured. Training amplifies differences, so
-# later gradient norms have no limit.
+# Tolerated differences of repeated steps if identical launches may compute different bits: fewer steps after the
+# checkpoint than this -> relative difference of the loss, and of the gradient norm. The limits have some room above the
+# largest differences that `python -m benchmarks.repeated_steps` has measured. Training amplifies differences, so later
+# gradient norms have no limit.
 USUAL = {1: (1e-3, 1e-2), 10: (5e-3, 0.3), math.inf: (0.1, math.inf)}
 CAUSES = "causes are in docs/checkpoints.md, Repeated steps"
 
@@ -28,27 +28,27 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def usual_differences(steps: int) -> dict[str, float]:
-    """Return the relative differences that are usual so many steps after a checkpoint, by number of a record."""
+    """Return the tolerated relative difference of each metric, `steps` steps after a checkpoint."""
     loss, grad_norm = next(bounds for limit, bounds in USUAL.items() if steps < limit)
     return {"loss": loss, "grad_norm": grad_norm}  # a learning rate is always the same
 
 
 @dataclass
 class Repeats:
-    """The comparison of the steps that a resumed run repeats, up to the first one that differs more than is usual.
+    """The comparison of the steps that a resumed run repeats, up to the first difference that is not tolerated.
 
-    Where equal launches compute the same bits, no difference is usual.
+    If identical launches compute the same bits, no difference is tolerated.
     """
 
     step: int  # at which the run has resumed
-    records: dict[int, Record] = field(default_factory=dict)  # by step, those that are not compared yet
+    records: dict[int, Record] = field(default_factory=dict)  # by step, not compared yet
     reason: str = ""  # why the steps after these records are not compared
-    is_exact: bool = True  # equal launches compute the same bits
+    is_exact: bool = True  # identical launches compute the same bits
     compared: int = 0  # steps
     last_step: int = 0  # the last one compared
     largest: float = 0.0  # relative difference of a number so far
     largest_of_loss: float = 0.0
-    first_difference: str = ""  # in words, the first step and number that differ by more than is usual
+    first_difference: str = ""  # text about the first difference that is not tolerated
 
     @classmethod
     def read(
@@ -59,7 +59,7 @@ class Repeats:
         Args:
             offset: of the record after the checkpoint, in bytes.
             parent: the launch that wrote the checkpoint; the records at the offset are its own.
-            settings: those of this launch; only launches with the same settings can be compared.
+            settings: of this launch; only launches with the same settings can be compared.
         """
         repeats = cls(step, is_exact=is_exact)
         descended = {parent["id"]}  # launches that continue from the steps of the checkpoint
@@ -111,7 +111,7 @@ class Repeats:
                 self.largest_of_loss = max(self.largest_of_loss, relative)
 
     def result(self) -> str:
-        """Return in words which steps were compared and how closely they agree; "" if there is nothing to say."""
+        """Return a text about which steps were compared and how closely they agree; "" if there are none."""
         parts = []
         if self.first_difference:
             return self.first_difference

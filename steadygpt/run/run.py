@@ -1,4 +1,4 @@
-"""A run: everything that its functions take."""
+"""A run: one flat object that all functions of the loop take."""
 
 import itertools
 import time
@@ -24,12 +24,12 @@ from steadygpt.machine.ranks import Ranks, Requests
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.run.repeats import Repeats
 
-ETA_STEPS = 100  # the last steps, from whose time the time left is estimated
+ETA_STEPS = 100  # last steps whose times give the ETA
 
 
 @dataclass
 class Meter:
-    """What the steps of this launch took."""
+    """Step counts and timings of this launch."""
 
     steps: int = 0
     skipped: int = 0  # updates
@@ -40,23 +40,23 @@ class Meter:
     row_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))  # per row, in the last steps
     between_steps_s: float = 0.0  # spent between steps, such as in evaluations
     paused_s: float = 0.0  # by saves
-    step_start_s: float = field(default_factory=time.perf_counter)  # the clock when the current step began
+    step_start_s: float = field(default_factory=time.perf_counter)  # clock at the start of the current step
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run. Functions take it; nothing else holds a copy of its fields."""
+    """The objects and the state of a run."""
 
-    config: TrainConfig  # settled: what follows from data, machine and length is filled in
+    config: TrainConfig  # settled: values that follow from data, machine and length are filled in
     ranks: Ranks
     log: RunLog
-    # What is trained:
+    # The model and its training state:
     model: GPT  # with the weights: not compiled, not wrapped
     forward: nn.Module  # the same model after compile and DDP
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # of the loss, enabled with fp16 only
     state: TrainState
-    # What it is trained and evaluated on:
+    # Data for training and evaluation:
     rows: Mixture
     sources: dict[str, tuple[str, RowStream]]  # name -> digest, rows
     rows_per_epoch: int  # 0 for a mixture, whose sources have epochs of their own
@@ -64,10 +64,10 @@ class Run:
     validated_on: str  # see TrainState
     tokenizer: Tokenizer | None  # for samples, tasks and bits per byte
     hellaswag: Suite | None
-    # What surrounds a step:
+    # Around a step:
     requests: Requests  # to stop and to save
-    fixed_content: dict[str, Any]  # of the checkpoints of this launch: all but tensors and state
-    host_copy: HostCopy  # the host memory for a copy of weights and optimizer state
+    fixed_content: dict[str, Any]  # of all checkpoints of this launch: all but tensors and state
+    host_copy: HostCopy  # host memory for a copy of weights and optimizer state
     meter: Meter = field(default_factory=Meter)
     last_scores: Scores = field(default_factory=dict)  # of the last evaluations, perhaps of an earlier step
     saved: tuple[int, dict] | None = None  # step and scores of the newest save, perhaps still in flight

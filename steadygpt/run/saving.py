@@ -1,4 +1,4 @@
-"""When a run saves, what it saves, and its waits for saves and uploads. Every rank calls each function."""
+"""Saves of a run: when, what, and the waits for saves and uploads. Every rank calls each function."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from steadygpt.run.schedule import epochs, names_of_save
 
 
 def ask_for_save(run: Run) -> None:
-    """Ask for a timed save if one is due by rank 0's clock, and to stop if saves cannot succeed any more."""
+    """On rank 0, ask for a timed save if one is due, and ask to stop if saves can no longer succeed."""
     if not run.writer:
         return
     reason = run.writer.reason_to_stop()
@@ -24,7 +24,7 @@ def ask_for_save(run: Run) -> None:
 
 
 def is_best(run: Run) -> bool:
-    """Return whether the current weights have the lowest validation loss, on rank 0, which knows which are durable."""
+    """Return whether the current weights have the lowest validation loss; False on ranks other than 0."""
     state = run.state
     if run.writer is None or state.validated_on != run.validated_on:
         return False
@@ -32,11 +32,11 @@ def is_best(run: Run) -> bool:
 
 
 def save_if_due(run: Run, is_due: bool) -> None:
-    """Save the run under all names that are due at its step; `is_due` asks for latest.pt without another name."""
+    """Save the run if `is_due`, or if a named checkpoint is due at its step, under all names that are due."""
     state = run.state
     names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
     is_resumed_here = state.step > 0 and not run.meter.steps
-    if run.writer and is_resumed_here:  # only names that a kill has left out, the others stay
+    if run.writer and is_resumed_here:  # only names that a kill prevented; the others stay
         names = run.writer.missing(names)
     if is_best(run):
         names.append(BEST)

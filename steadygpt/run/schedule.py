@@ -1,4 +1,4 @@
-"""What follows from the options and the step: length of the run, names of saves."""
+"""The length of a run, and the names of its saves at each step."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def names_of_save(config: TrainConfig, rows_per_epoch: int, step: int, rows: int
 
 
 def with_steps(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -> TrainConfig:
-    """Return the configuration with the number of steps of a run, and how many of them warm up.
+    """Return the configuration with the run's number of steps and of warm-up steps filled in.
 
     Args:
         rows_per_epoch: 0 for a mixture, or after a change of the data, because such a run has no epochs.

@@ -1,4 +1,4 @@
-"""A step's measurements: the judgement whether its update is applied, its log line, and the state that follows."""
+"""Measurements of a step: whether its update is applied, its log line, and the counts after it."""
 
 import math
 import shlex
@@ -15,9 +15,9 @@ from steadygpt.run.repeats import compare_step
 from steadygpt.run.run import Run
 from steadygpt.run.schedule import epochs
 
-SPIKE_WINDOW = 128  # earlier losses, with which a spike is compared
+SPIKE_WINDOW = 128  # earlier losses that a spike is compared with
 SMALLEST_STD = 1e-6  # of these losses
-INTERRUPTED = 10  # times the usual time of a step: a process that was suspended meanwhile, not training
+INTERRUPTED = 10  # a step that takes this many times the usual time: the process was suspended
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def judge(
 
     Args:
         recent_losses: the finite losses of the steps before, oldest first; only the last SPIKE_WINDOW matter.
-        loss_scale: the one of fp16, already updated for this step; None with other precisions.
+        loss_scale: of fp16, already updated for this step; None with other precisions.
         metrics: further measurements.
     """
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -108,7 +108,7 @@ class Diverged(Exception):
 
 
 def restart_clock(run: Run) -> None:
-    """Begin the time of the next step now, so that it leaves out an evaluation before it."""
+    """Start timing the next step now, so that its time excludes an evaluation before it."""
     meter = run.meter
     now_s = time.perf_counter()
     if meter.steps:
@@ -194,7 +194,7 @@ def count_step(run: Run, result: StepResult) -> None:
     state = run.state
     state.step += 1
     state.rows_consumed += run.config.rows_per_step
-    if result.updated:  # otherwise the scores are still those of the weights
+    if result.updated:  # otherwise the scores still belong to the weights
         state.scores = {}
         state.validated_on = ""
     if result.finite:
@@ -204,7 +204,7 @@ def count_step(run: Run, result: StepResult) -> None:
     if state.bad_steps >= run.config.max_bad_steps > 0:
         bad_steps = state.bad_steps
         state.bad_steps = 0
-        state.step -= bad_steps  # where the weights still are
+        state.step -= bad_steps  # back to the step of the weights
         state.rows_consumed -= bad_steps * run.config.rows_per_step
         raise Diverged(bad_steps, state.step)
 
@@ -218,7 +218,7 @@ def mfu(run: Run, tokens_per_second: float) -> float | None:
 
 
 def cost(run: Run, seconds: float) -> float | None:
-    """Return the cost of all GPUs for so many seconds, or None without --gpu_hour_cost."""
+    """Return the cost of `seconds` on all ranks; None without --gpu_hour_cost."""
     if not run.config.gpu_hour_cost:
         return None
     return seconds / 3600 * run.ranks.world_size * run.config.gpu_hour_cost

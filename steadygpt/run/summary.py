@@ -1,4 +1,4 @@
-"""A run in words: the result of a validation, and the summary at the end."""
+"""Texts about a run: the result of a validation, and the summary at the end."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from steadygpt.run.step import cost, mfu
 
 
 def summarize(run: Run, status: str, reason: str) -> list[str]:
-    """Return lines that say how a run has ended, followed by its summary; other ranks than 0 return an empty line."""
+    """Return a line on how a run has ended, then its summary; ranks other than 0 return one empty line."""
     if run.writer is None:
         return [""]
     config = run.config
@@ -79,7 +79,7 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
 
 
 def losses_text(run: Run) -> str:
-    """Return in words the last losses of training and validation, and the best one, as far as they are known."""
+    """Return a text with the last training and validation losses and the best one, as far as they are known."""
     loss = run.state.loss
     text = "none" if loss is None else f"{loss:.4f}"
     val_loss = run.last_scores.get("val_loss")
@@ -95,7 +95,7 @@ def losses_text(run: Run) -> str:
 
 
 def validation_text(sets: Mapping[str, Mapping[str, float]], best: bool, epochs: Mapping[str, float]) -> str:
-    """Return the result of a validation in words.
+    """Return the result of a validation as text.
 
     Args:
         sets: name -> val_loss, and val_bpb if it is known.

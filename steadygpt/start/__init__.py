@@ -1,1 +1,1 @@
-"""The start of a run: what it resumes, its data, its options, its plan, its folder. Only folder.py writes."""
+"""The start of a run: what it resumes, its data, options, plan and folder. Only folder.py writes, except downloads."""

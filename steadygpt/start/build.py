@@ -1,4 +1,4 @@
-"""The building of a run: the last checks, model, optimizer, state, and what surrounds a step."""
+"""Building of a run: the last checks, model, optimizer, state, and the objects that the loop uses."""
 
 import secrets
 from contextlib import contextmanager
@@ -138,7 +138,7 @@ def build(start: Start, settled: Settled, data: Data, ranks: Ranks, log: RunLog)
 
 
 def check_shards(start: Start, config: TrainConfig, data: Data) -> list[tuple[str, int, int]]:
-    """Read the shards that a run uses, on rank 0, unless they are as an earlier launch has found them.
+    """Verify the shards that a run uses, on rank 0, except those unchanged since an earlier launch verified them.
 
     Returns: their stamps.
     """
@@ -179,7 +179,7 @@ def restore(
     data: Data,
     ranks: Ranks,
 ) -> TrainState:
-    """Load the state of the checkpoint, or only the weights of --init_from, or draw new weights."""
+    """Load the state of the checkpoint, or only the weights of --init_from, or draw new weights; return the state."""
     checkpoint = start.checkpoint
     saved = checkpoint or start.weights
     if saved:
@@ -199,7 +199,7 @@ def restore(
 
 
 def has_new_steps(start: Start, config: TrainConfig, data: Data) -> bool:
-    """Return whether steps have other rows than before: of another mixture, or another number of them."""
+    """Return whether mixture or batch size has changed since the checkpoint; True without one."""
     if not (start.checkpoint and start.data):
         return True
     before = TrainConfig(**start.checkpoint["options"])
@@ -209,7 +209,7 @@ def has_new_steps(start: Start, config: TrainConfig, data: Data) -> bool:
 def fixed_content(
     start: Start, settled: Settled, data: Data, model: GPT, stamps: list[tuple[str, int, int]], ranks: Ranks
 ) -> dict[str, Any]:
-    """Return what the checkpoints of this launch have besides tensors and state."""
+    """Return the content that all checkpoints of this launch share: all but tensors and state."""
     config = settled.of_launch
     first_step = start.state.step
     first_row = start.state.rows_consumed

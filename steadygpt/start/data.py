@@ -25,11 +25,11 @@ class DataSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on and validates with, and the tokenizer and vocabulary that all of it shares."""
+    """The training and validation sets of a run, and the tokenizer and vocabulary that they share."""
 
     sources: tuple[DataSet, ...]  # empty in a plan for data that is not prepared yet
     val_sets: tuple[DataSet, ...]  # the loss of the first one decides which model is best
-    phase: Phase  # which source gives which rows from here on
+    phase: Phase  # the mixture from here on
     tokenizer_record: TokenizerRecord
     vocab_size: int
 
@@ -44,7 +44,7 @@ class Data:
 
 
 def open_data(start: Start, asked: TrainConfig, ranks: Ranks) -> Data:
-    """Find the shards of a run and map them into memory on each rank, where they must be the same."""
+    """Find the shards of a run and map them into memory on each rank; check that all ranks have the same shards."""
     with ranks.sharing_errors():
         data = find_data(start, asked)
     digests = {(shards.folder, shards.split): digest for shards, _, digest in (*data.sources, *data.val_sets)}
@@ -55,7 +55,7 @@ def open_data(start: Start, asked: TrainConfig, ranks: Ranks) -> Data:
 
 
 def check_digests(digests: Mapping[tuple[str, str], str], of_main: Mapping[tuple[str, str], str]) -> None:
-    """Compare the shards of this rank with those of rank 0, by folder and split."""
+    """Check that the shards of this rank are the same as rank 0's, by folder and split."""
     for folder, split in sorted(digests.keys() | of_main.keys()):
         found = digests.get((folder, split), "none")
         expected = of_main.get((folder, split), "none")
@@ -67,7 +67,7 @@ def check_digests(digests: Mapping[tuple[str, str], str], of_main: Mapping[tuple
 
 
 def find_data(start: Start, config: TrainConfig) -> Data:
-    """Find the shards of a run and map them into memory. A plan of a new run does without shards."""
+    """Find the shards of a run and map them into memory. A plan of a new run needs no shards."""
     known = None
     content = start.checkpoint or start.weights
     if content:
@@ -112,7 +112,7 @@ def find_data(start: Start, config: TrainConfig) -> Data:
 def next_phase(
     start: Start, config: TrainConfig, named: Mapping[str, tuple[str, str]], shares: dict[str, int]
 ) -> Phase:
-    """Return the phase that a run is in from here on: that of its checkpoint, unless the mixture is another one.
+    """Return the phase of a run from here on: its checkpoint's, or a new one if the mixture has changed.
 
     Args:
         named: name of a source -> folder, digest.
@@ -135,7 +135,7 @@ def next_phase(
 
 
 def mixture_text(sources: Mapping[str, tuple[str, str]], shares: Mapping[str, int]) -> str:
-    """Return sources, name -> (folder, digest), with their shares, in words."""
+    """Return a text that lists sources, name -> (folder, digest), with their shares."""
     texts = []
     for name, (folder, digest) in sources.items():
         texts.append(f"{name} {shares[digest] / BLOCK_ROWS:.1%} ({folder}, SHA-256 {digest[:12]}...)")
@@ -154,13 +154,13 @@ def find_val_sets(config: TrainConfig, sources: Sequence[ShardSet]) -> list[Shar
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# which tokenizer it is
+# the tokenizer of the data
 
 
 class Known(NamedTuple):
-    """What the checkpoint of a resume, or the weights of --init_from, say of the tokenizer."""
+    """The tokenizer that the checkpoint of a resume, or the weights of --init_from, record."""
 
-    record: TokenizerRecord  # its name is "" if they do not say which it is
+    record: TokenizerRecord  # its name is "" if unknown
     vocab_size: int  # of the model
     is_checkpoint: bool
 
@@ -219,7 +219,7 @@ def tokenizer_of_other_tools(folder: Path, name: str, known: Known | None) -> tu
 
 
 def completed(record: TokenizerRecord, known: Known, folder: str) -> TokenizerRecord:
-    """Return the record of the data in a folder with what a checkpoint or weights know of the same tokenizer."""
+    """Return the tokenizer record of a folder's data, completed from a checkpoint or weights with this tokenizer."""
     if known.is_checkpoint and not known.record.fits(record):
         raise UserError(
             f"{folder}: prepared with the tokenizer {record}, but the checkpoint was trained with {known.record}; name "

@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint, weights or nothing; and the options as asked for, which follow from it."""
+"""The start of a run: its checkpoint or weights, if any, and the requested options."""
 
 import os
 import socket
@@ -24,27 +24,27 @@ WITHOUT_TENSORS: dict[str, dict] = {"model": {}, "optimizer": {}}
 
 @dataclass
 class Start:
-    """What a run starts from: a checkpoint, weights or nothing. Tensors are on rank 0 only."""
+    """The checkpoint or weights that a run starts from, if any. Tensors are on rank 0 only."""
 
     checkpoint: dict | None = None
     weights: dict | None = None  # of --init_from
     state: files.TrainState = field(default_factory=files.TrainState)
     data: files.DataRecord | None = None  # what the checkpoint was trained on
     path: Path | None = None  # of the checkpoint
-    is_fork: bool = False  # the checkpoint stays in its folder, and this run has its own
+    is_fork: bool = False  # the checkpoint is in another folder, and this run is a new one
     identity: RunIdentity = field(default_factory=RunIdentity)
     downloaded: Path | None = None  # a file from the mirror, which is moved to `path` once the run writes
     renamed: Mapping[Path, Path] = field(default_factory=dict)  # damaged file -> its new name once the run writes
 
 
 def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) -> tuple[Start, TrainConfig, list[str]]:
-    """Find on rank 0 what a run starts from.
+    """Find on rank 0 the checkpoint or weights that a run starts from, for all ranks.
 
     Args:
         set_by: option of this command -> "flag" or "preset".
 
-    Returns: the start; the options as asked for, of which unset ones come from the checkpoint or the weights; a line
-        for the plan for each surprising choice.
+    Returns: the start; the requested options, where unset ones come from the checkpoint or the weights; lines for the
+        plan about surprising choices.
     """
     found = None
     for_others = None
@@ -65,7 +65,7 @@ def find_start(command: TrainConfig, set_by: Mapping[str, str], ranks: Ranks) ->
 def agreed_command(
     command: TrainConfig, set_by: dict[str, str], ranks: Ranks
 ) -> tuple[TrainConfig, dict[str, str], list[str]]:
-    """Return the command of rank 0 and its set_by, and a line for each node whose options differ: they are ignored.
+    """Return the command of rank 0 and its set_by, and a line for each node whose differing options are ignored.
 
     Args:
         set_by: see find_start().
@@ -86,7 +86,8 @@ def agreed_command(
 def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:
     """Return a configuration whose checkpoint_dir is the folder of the file that --resume names.
 
-    A folder after --resume becomes checkpoint_dir itself, and its latest checkpoint is resumed.
+    A folder after --resume becomes checkpoint_dir itself, and its latest checkpoint is resumed. A given
+    --checkpoint_dir stays.
     """
     if config.resume in ("", *WORDS):
         return config
@@ -135,7 +136,7 @@ def _find(command: TrainConfig, set_by: Mapping[str, str]) -> tuple[Start, Train
 
 
 def checked_folder(command: TrainConfig) -> Path:
-    """Return the folder that --resume names, by default checkpoint_dir; check that the run may write to its own.
+    """Return the folder that --resume names, by default checkpoint_dir; check that the run may write to the latter.
 
     A new run needs a folder without checkpoints, and so does a fork, which resumes from another folder.
     """
@@ -160,7 +161,7 @@ def _leads_elsewhere(path: Path, folder: Path) -> bool:
 def resumed_start(
     found: files.Found, command: TrainConfig, set_by: Mapping[str, str], identity: RunIdentity, is_fork: bool
 ) -> tuple[Start, TrainConfig, list[str]]:
-    """Return the start from a checkpoint, the options with those of the checkpoint, and lines for the plan."""
+    """Return the start from a checkpoint, the options completed from it, and lines for the plan."""
     folder = Path(command.checkpoint_dir)
     checkpoint = cast(dict, found.checkpoint)
     if not checkpoint["launch"]:
@@ -195,7 +196,7 @@ def resumed_start(
 
 
 def notes_of_places(identity: RunIdentity, config: TrainConfig) -> list[str]:
-    """Return a line for each place where the last launch wrote and this one does not: options say so at each launch."""
+    """Return a line for a mirror or W&B that the last launch had and this one lacks: each launch must name them."""
     notes = []
     if identity.mirror and not config.mirror and config.trains:
         notes.append(labelled("mirror", f"none in this launch; the last one had --mirror {identity.mirror}"))
@@ -230,7 +231,7 @@ def with_stored_options(
         old = options[name]
         if name not in set_by or new == old or (name in RESOLVED and new == "auto"):
             continue
-        # A preset names data_dir, say, where a flag of the first launch has put mix in its place.
+        # For example, the preset has data_dir, which a flag of the first launch replaced by mix.
         alternative = EXCLUSIVE.get(name, "")
         if set_by[name] == "preset" and alternative in options and options[alternative] != FIELDS[alternative].default:
             continue

@@ -1,4 +1,4 @@
-"""The opening of a run's folder: the first write; all checks have passed."""
+"""Opening of a run's folder: its first write, after all checks."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ from steadygpt.start.find import Start
 
 
 def check_wandb_settings(folder: Path) -> None:
-    """Check that the folder, which may be from elsewhere, does not decide where W&B sends the curves."""
+    """Check that the folder, which may come from a stranger, does not decide where W&B sends the curves."""
     settings = folder / WANDB / "settings"
     if settings.exists():
         raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
@@ -83,7 +83,7 @@ def open_folder(run: Run, start: Start) -> None:
 
 
 def claim_mirror(run: Run, start: Start, folder: Path) -> tuple[Mirror, Best | None]:
-    """Claim the mirror for this launch; return it, and its best model if losses can be compared with it."""
+    """Claim the mirror for this launch; return it, and its best model if its loss is comparable."""
     mirror = Mirror(run.config.mirror, start.identity.id, run.config.name)
     if os.path.realpath(mirror.folder) == os.path.realpath(folder):  # resolve() raises for a loop of links
         raise UserError(f"--mirror {run.config.mirror} is --checkpoint_dir; give a folder of another machine or disk")
@@ -97,12 +97,12 @@ def claim_mirror(run: Run, start: Start, folder: Path) -> tuple[Mirror, Best | N
 
 
 def take_over(folder: Path, start: Start, config: TrainConfig, mirror: Mirror | None) -> None:
-    """Give the folder its run.json, damaged files their new names, and a checkpoint from the mirror its place."""
-    write_run(folder, start.identity.id, config)  # first, so that a folder with a checkpoint says which run it is
+    """Write run.json, rename damaged files, and move a checkpoint from the mirror to its place."""
+    write_run(folder, start.identity.id, config)  # first, so that a folder with a checkpoint has its run's identity
     for damaged, name in start.renamed.items():  # under their old names, saves would replace or delete them
         damaged.rename(name)
     if start.downloaded and start.path:
-        if mirror and mirror.is_claimed:  # first the logs: with the checkpoint in the folder, none are restored
+        if mirror and mirror.is_claimed:  # logs first: once the checkpoint is there, no launch restores them
             mirror.patiently(partial(restore_logs, mirror, folder))
         os.replace(start.downloaded, start.path)
         fsync_folder(folder)
@@ -136,9 +136,9 @@ def begin_at(run: Run, start: Start, checkpoint: dict) -> None:
 
 
 def best_in_folder(run: Run, folder: Path) -> Best | None:
-    """Return the best model so far in the folder; None if there is none with which losses can be compared.
+    """Return the folder's best model so far; None if there is none with a comparable loss.
 
-    A damaged file gets another name. So does a model that was chosen on other rows, whose loss says nothing here.
+    A damaged file is renamed, and so is a model that was chosen on other validation rows.
 
     Raises: Unreadable, OtherVersion.
     """

@@ -1,4 +1,4 @@
-"""The memory that a run needs, and what fits: the rows of a micro-step, advice after an out-of-memory error."""
+"""Memory of a run: estimates, the micro-batch size that fits, advice after an out-of-memory error."""
 
 import weakref
 from bisect import bisect_right
@@ -26,7 +26,7 @@ from steadygpt.machine.ranks import Ranks
 # Uses of memory, as the plan names them.
 STATIC = "weights, gradients and optimizer"
 COPY = "copy for checkpoints"
-# An estimate fits if it is at most this part of the memory. On a CPU, a process keeps freed memory in fragments and
+# An estimate fits if it is at most this fraction of the memory. On a CPU, a process keeps freed memory in fragments and
 # uses up to 1.6 times the estimate (python -m benchmarks.memory --keep_freed).
 FITS = {"cuda": 0.9, "mps": 0.9, "cpu": 0.6}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -34,12 +34,12 @@ SUMS_AND_RELU = (torch.ops.aten.add.Tensor, torch.ops.aten.relu.default)
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators return, as long as these exist.
+    """Counts the bytes of the tensors that operators return, while these exist.
 
     Args:
-        not_counted: tensors that are not counted, because they exist before.
-        is_compiled: count what compiled code keeps in memory: sums, such as the residual stream, and what products and
-            attention read or return. It computes again what lies between them. (H100 peaks in benchmarks/RESULTS.md)
+        not_counted: tensors that exist before.
+        is_compiled: count what compiled code keeps in memory: sums, such as the residual stream, and the inputs and
+            outputs of products and attention. It recomputes all else (H100 peaks in benchmarks/RESULTS.md).
     """
 
     def __init__(self, not_counted: Iterable[Tensor], is_compiled: bool):
@@ -60,9 +60,9 @@ class Allocated(TorchDispatchMode):
         elif not self.is_compiled or operator in SUMS_AND_RELU:
             self._count(result)
         elif operator == torch.ops.aten._to_copy.default and result.itemsize > args[0].itemsize:
-            # Compiled code keeps the narrow tensor, as long as the wide one is needed.
+            # Compiled code keeps the narrow tensor while the wide one is needed.
             weakref.finalize(result.untyped_storage(), id, args[0].untyped_storage())
-        # Tensors with content are summed in place in backward, if they are no views; casts are none.
+        # Backward sums real tensors in place, unless they are views; casts are not views.
         is_sum_in_place = operator == SUMS_AND_RELU[0] and not torch.is_grad_enabled() and not args[0]._is_view()
         if not is_sum_in_place:
             self.peak = max(self.peak, self.now)
@@ -92,20 +92,20 @@ class Allocated(TorchDispatchMode):
 
 
 def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device) -> tuple[int, int]:
-    """Count the bytes that forward and backward of a micro-step need: of all blocks, and of the rest at the peak.
+    """Return the bytes of a micro-step at its peak: those of all blocks, and the rest.
 
-    Two blocks and three are computed with tensors of a CPU that have no content.
+    They follow from the peaks of models of two and of three blocks, computed with fake CPU tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
-    # All blocks' activations are there until the last block's backward pass has ended.
+    # The activations of all blocks exist until the last block's backward pass ends.
     peaks = []
     cpu = torch.device("cpu")
     kernels: Callable[[], AbstractContextManager] = nullcontext
     is_compiled = config.compiles(device.type)
     if device.type != "cpu":
-        # Attention on a GPU keeps no matrix (B, num_heads, T, T). The CPU kernels that are counted in its place keep
-        # none only without dropout, and with the choice of this one.
+        # Attention on a GPU keeps no matrix (B, num_heads, T, T). Of the CPU kernels that are counted in its place,
+        # only FlashAttention without dropout keeps none.
         shape = replace(shape, dropout=0.0)
         kernels = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     for layers in (2, 3):
@@ -133,7 +133,7 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
 
 
 def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
-    """Estimate the peak of the bytes that a rank needs on its device and in host memory, by use.
+    """Estimate the peak bytes of a rank on its device and in host memory, by use.
 
     benchmarks/memory.py compares the estimate with measured peaks.
     """
@@ -154,7 +154,7 @@ def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict
 
 
 def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
-    """Return the sum of estimate_memory: on a GPU without the host's part, elsewhere with it."""
+    """Return the sum of estimate_memory(), on a GPU without host memory."""
     on_device, host = estimate_memory(config, model, ranks)
     needed = sum(on_device.values())
     if ranks.device.type != "cuda":
@@ -163,7 +163,7 @@ def needed_bytes(config: TrainConfig, model: GPT, ranks: Ranks) -> float:
 
 
 def memory_advice(config: TrainConfig, ranks: Ranks) -> str:
-    """Return the needed and the available memory and the flags that save some, the cheapest first, for an error."""
+    """Return a text for an error: needed and available memory, and flags that save memory, the cheapest first."""
     memory = memory_bytes(ranks.device)
     needed = bytes_text(needed_bytes(config, sketch_of(config.shape(config.vocab_size)), ranks))
     savers = []

@@ -1,4 +1,4 @@
-"""The plan of a run in words: model, data, steps, device; and with --dry_run also saves, memory and time."""
+"""The printed plan of a run: model, data, steps, device; with --dry_run also saves, memory and time."""
 
 import platform
 
@@ -25,7 +25,7 @@ MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text 
 
 
 def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
-    """Return what a run is going to do, a line for each subject."""
+    """Return the plan of a run, a line for each subject."""
     world_size = ranks.world_size
     model = sketch_of(config.shape(config.vocab_size))
     parameters = model.num_parameters()
@@ -98,7 +98,7 @@ def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what only --dry_run says
+# the forecast of --dry_run
 
 
 def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> list[str]:
@@ -118,7 +118,7 @@ def forecast(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> lis
 
 
 def saves_text(config: TrainConfig, model: GPT) -> str:
-    """Return the bytes of a checkpoint, and those that timed saves write in a day."""
+    """Return the size of a checkpoint, and how much timed saves write in a day, as text."""
     size = checkpoint_bytes(model, config.optimizer)
     text = f"{bytes_text(size)} each"
     if config.checkpoint_minutes:
@@ -129,7 +129,7 @@ def saves_text(config: TrainConfig, model: GPT) -> str:
 
 
 def uses_text(memory: dict[str, float], where: str, available: int, remedy: str) -> str:
-    """Return the uses of memory in words, and what to try if less is available."""
+    """Return the uses of memory as text, with advice if less is available."""
     total = sum(memory.values())
     parts = [f"{use} {bytes_text(size)}" for use, size in memory.items() if size >= 0.005 * total]
     text = f"about {bytes_text(total)} {where}: {', '.join(parts)}"
@@ -139,7 +139,7 @@ def uses_text(memory: dict[str, float], where: str, available: int, remedy: str)
 
 
 def time_text(start: Start, config: TrainConfig, model: GPT, ranks: Ranks) -> str:
-    """Return the time of the steps that are left, at SHARE_OF_PEAK of this GPU or of ASSUMED_GPU, and its cost."""
+    """Return time and cost of the remaining steps as text, at SHARE_OF_PEAK of this GPU or of ASSUMED_GPU."""
     gpu = device_name(ranks.device)
     gpus = ranks.world_size
     unknown = ""

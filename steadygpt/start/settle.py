@@ -1,4 +1,4 @@
-"""The options of a run and of a launch, with what data, machine and length decide; derived again at each launch."""
+"""The options of a run and of a launch, some of which data, machine and length decide at each launch."""
 
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -19,9 +19,9 @@ SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they 
 class Settled(NamedTuple):
     """The options of a run, with every choice that the data, the machine or the length of the run decides."""
 
-    of_run: TrainConfig  # as asked for, with what holds for the whole run; checkpoints store it
-    of_launch: TrainConfig  # with what this launch decides too: rows per micro-step, number of steps
-    notes: list[str]  # a line for the plan for each surprising choice
+    of_run: TrainConfig  # the requested options, and values for the whole run; checkpoints store it
+    of_launch: TrainConfig  # also values for this launch: rows per micro-step, number of steps
+    notes: list[str]  # lines for the plan about surprising choices
 
 
 def settle(start: Start, asked: TrainConfig, data: Data, ranks: Ranks) -> Settled:
@@ -107,7 +107,7 @@ def rows_per_epoch(config: TrainConfig, data: Data) -> int:
 
 
 def note_of_vocabulary(data: Data) -> str:
-    """Return a warning if shards without a manifest, so assumed to have GPT-2's ids, have only small ones."""
+    """Return a warning if shards without a manifest, which are assumed to have GPT-2's ids, have only small ids."""
     if not data.sources or data.tokenizer_record.tokenizer != "gpt2" or data.sources[0].shards.manifest:
         return ""
     largest = int(data.sources[0].shards.shards[0].tokens()[:SAMPLED_IDS].max(initial=0))
