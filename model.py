@@ -93,7 +93,7 @@ class GPTConfig:
     embd_size: int = _shape(768, "width of the residual stream", at_least=1, at_most=2**24)
     head_dim: int = _shape(0, "dimensions per head; 0 = embd_size / num_heads", at_most=2**24)
     context_length: int = _shape(1024, "tokens per row", at_least=1, at_most=2**24)
-    intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or 8/3 with swiglu", at_most=2**24)
+    intermediate_size: int = _shape(0, "width of the MLP; 0 = 4 * embd_size, or 8/3 if gated", at_most=2**24)
     bias: bool = _shape(True, "biases in linear layers and LayerNorms, as in GPT-2")
     norm: str = _shape("layernorm", "layernorm, as in GPT-2; rmsnorm, as in Llama; rmsnorm_no_weight, as in "
                        "NanoChat", choices=tuple(NORMS))

@@ -84,9 +84,9 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
             run.scaler.scale(mean.sum() / grad_accum_steps).backward()
         means.append(mean.detach())
     run.scaler.unscale_(run.optimizer)
+    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     # Code that reads unclipped gradients goes here. Each scalar in `measured` is logged with the step; under FSDP,
     # gather it with full_tensor().
-    measured = dict(zip(terms, torch.stack(means, dim=1), strict=True))  # name -> (grad_accum_steps,)
     # Clip the gradients.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
     measured["grad_norm"] = full_tensor(grad_norm)
@@ -95,7 +95,7 @@ def train_step(run: Run, batches: BatchLoader) -> StepResult:
     numbers, run.requests.agreed = run.ranks.step_numbers(measured, run.requests.of_this_rank())
     # Decide whether to apply the update.
     loss_scale = run.scaler.get_scale() if run.scaler.is_enabled() else None
-    result = judge(config, run.state.recent_losses, step, lr, loss_scale, **numbers)
+    result = judge(config, run.state.recent_losses, step, lr, loss_scale, numbers)
     if result.updated:
         # Update the weights, not with scaler.step(): judge() also skips NaN and spikes.
         run.optimizer.step()

@@ -17,6 +17,7 @@ from ground import add_metrics, alter, built, evaluations, metrics, model_of, ro
 import train
 from steadygpt.base.options import UserError
 from steadygpt.config import TrainConfig
+from steadygpt.machine.loss import token_losses
 
 DROPOUT = ("--dropout", "0.1")  # makes training depend on the random state
 
@@ -36,7 +37,7 @@ def test_the_loss_falls_and_each_step_is_printed(workdir, capsys):
     line = next(line for line in out.splitlines() if line.startswith("step 59/60"))
     assert re.fullmatch(
         r"step 59/60 \| loss [\d.]+ \| lr 1\.\d\de-04 \| grad norm [\d.]+ \| [\d,]+ ms \| [\d,]+ tok/s "
-        r"(\| [a-z_]+ \S+ )*\| 100\.0% \| ETA 0 s",
+        r"(\| \w+ \S+ )*\| 100\.0% \| ETA 0 s",
         line,
     )
     assert status_of("a")["status"] == "finished"
@@ -223,7 +224,28 @@ def test_the_gradient_of_a_second_term_is_added(workdir, inject):
     assert metrics("checkpoints", "grad_norm")[0] == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["epoch", "time", "mfu"])
+def test_a_term_without_a_gradient_may_be_of_evaluations_only(workdir, inject):
+    """As docs/hacking.md says, with accuracy as its example."""
+    flags = "--max_steps", "3", "--eval_freq", "2"
+    assert run_here(*flags, "--checkpoint_dir", "plain") == 0
+
+    def terms(model, x, targets):
+        logits = model._logits(x)
+        losses = {"loss": token_losses(logits, targets, model.config.vocab_size)}
+        if not model.training:
+            losses["accuracy"] = (logits[:, : model.config.vocab_size].argmax(1) == targets).float()
+        return losses
+
+    inject.replace_loss_terms(terms)
+    assert run_here(*flags) == 0
+    assert metrics("checkpoints", "accuracy") == {}
+    assert all(0 <= share <= 1 for share in metrics("checkpoints", "val_accuracy").values())
+    assert list(metrics("checkpoints", "val_accuracy")) == [2, 3]
+    for name in ("loss", "val_loss"):
+        assert metrics("checkpoints", name) == pytest.approx(metrics("plain", name), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["epoch", "time", "mfu", "lr"])
 def test_a_number_with_a_name_that_is_in_use_is_refused(workdir, inject, name):
     inject.replace_loss_terms(terms_with_z_loss)
     inject.add_metrics(lambda model, rank: {name: torch.tensor(1.0)})

@@ -24,7 +24,7 @@ MAX_FAILED = 10  # a run stops after this many consecutive failed saves, if as m
 # Temporary files that killed writers and downloads have left.
 STALE = re.compile(
     r"\.((latest|latest_backup|best_model|stable|rolling_step_\d+|epoch_\d+|step_\d+-[\d.]+)\.pt|(run|status)"
-    r"\.json|upload|[0-9a-f]{16})\.tmp"
+    r"\.json|upload)\.tmp"
 )
 
 

@@ -54,18 +54,18 @@ def judge(
     step: int,
     lr: float,
     loss_scale: float | None,
-    *,
-    loss: float,
-    grad_norm: float,
-    **metrics: float,
+    numbers: Mapping[str, float],
 ) -> StepResult:
     """Decide whether a step's update is applied, by its loss and gradient norm, which are the same on every rank.
 
     Args:
         recent_losses: the finite losses of the steps before, oldest first; only the last SPIKE_WINDOW matter.
         loss_scale: of fp16, already updated for this step; None with other precisions.
-        metrics: further measurements.
+        numbers: measurements of the step by name, among them "loss" and "grad_norm".
     """
+    metrics = dict(numbers)
+    loss = metrics.pop("loss")
+    grad_norm = metrics.pop("grad_norm")
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     bad = not finite
     if bad and loss_scale is not None and math.isfinite(loss) and loss_scale >= 1:

@@ -173,7 +173,7 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
     ("llama", {"attention_bias": True}, ("attention_bias", "config.json", "true", "false")),
     ("llama", {"rope_parameters": LLAMA3_ROPE}, ("rope_type", "config.json", '"llama3"', '"default"')),
     ("llama", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling", "config.json", '{"factor": 2.0}', "null")),
-    ("llama", {"hidden_act": "gelu"}, ("hidden_act", '"gelu"', "silu")),
+    ("llama", {"hidden_act": "mish"}, ("hidden_act", '"mish"', "silu")),
     ("llama", {"num_key_value_heads": 3}, ("num_key_value_heads", "3", "num_heads", "4")),
     ("llama", {"num_key_value_heads": 2}, ("self_attn.k_proj.weight", "(16, 64)", "(32, 64)")),
     ("llama", {"model_type": "qwen3", "head_dim": 16}, ("self_attn.q_norm.weight", "(16,)")),

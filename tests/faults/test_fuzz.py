@@ -319,7 +319,7 @@ def test_made_checkpoints_are_used_or_refused(files, monkeypatch, count):
         if not is_of_a_run(checkpoint):
             raise UserError("converted weights")  # as find.py says it
         options, _ = with_stored_options(config, {}, checkpoint["options"])
-        judge(options, checkpoint["recent_losses"], 0, lr=1.0, loss_scale=None, loss=1.0, grad_norm=1.0)
+        judge(options, checkpoint["recent_losses"], 0, 1.0, None, {"loss": 1.0, "grad_norm": 1.0})
         check_tensors(checkpoint, "latest.pt", model, kept)
         assert checkpoint["rows_consumed"] == original["rows_consumed"]
         assert all(math.isfinite(score or 0) for score in checkpoint["scores"].values())

@@ -18,9 +18,8 @@ from steadygpt.run.step import SPIKE_WINDOW, Diverged, StepResult, judge
 def judged(loss: float, recent_losses: list[float], loss_scale: float | None = None, **config) -> StepResult:
     """Judge a step with this loss; with a loss scale below 2**16, its gradient norm is infinite."""
     grad_norm = math.inf if loss_scale and loss_scale < 2**16 else 1.0
-    return judge(
-        TrainConfig(**config), recent_losses, step=0, lr=1e-3, loss_scale=loss_scale, loss=loss, grad_norm=grad_norm,
-    )  # fmt: skip
+    numbers = {"loss": loss, "grad_norm": grad_norm}
+    return judge(TrainConfig(**config), recent_losses, step=0, lr=1e-3, loss_scale=loss_scale, numbers=numbers)
 
 
 @settings(max_examples=25)

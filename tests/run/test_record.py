@@ -33,7 +33,7 @@ def run_of(config: TrainConfig, state: TrainState, log: object = None) -> Simple
 def judged(run: SimpleNamespace, loss: float) -> StepResult:
     """Judge the next step, which has this loss."""
     state = run.state
-    return judge(run.config, state.recent_losses, state.step, lr=1e-3, loss_scale=None, loss=loss, grad_norm=1.0)
+    return judge(run.config, state.recent_losses, state.step, 1e-3, None, {"loss": loss, "grad_norm": 1.0})
 
 
 @settings(max_examples=30)
