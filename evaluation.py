@@ -71,7 +71,7 @@ def validate_all(run: Run) -> None:
                 scores[f"{key}/{name}"] = score
     add_scores(run, scores)
     state.validated_on = run.validated_on
-    best = is_best(run)
+    best = is_best(run)  # on rank 0, which alone logs it
     epochs = run.epochs_of_sources()
     epoch_scores = {f"epoch/{name}": epoch for name, epoch in epochs.items()}
     run.log.evaluation(state.step, validation_text(sets, best, epochs), **scores, **epoch_scores)

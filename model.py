@@ -377,8 +377,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, options: GPTOptions = GPTOptions(), initialize: bool = True):
         super().__init__()
-        config = config.resolved()
         self.config = config
+        config = config.resolved()
         self.options = options
         self.loss_chunk_size = options.loss_chunk_size
         self.loss_terms_of_full_chunk = self.loss_terms
@@ -579,7 +579,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of forward and backward per token: 6N + 12*L*C*T (Chowdhery et al. 2022, appendix B)."""
-        width = self.config.num_heads * self.config.head_dim
+        width = self.config.num_heads * self.config.resolved().head_dim
         attention = 12 * self.config.num_layers * width * self.config.context_length
         return 6 * self.num_parameters(with_tables=False) + attention
 

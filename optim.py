@@ -158,7 +158,7 @@ class OptimConfig:
     adam_beta1: float = _recipe(0.9, "beta1 of AdamW", at_most=0.9999)
     adam_beta2: float = _recipe(0.95, "beta2 of AdamW", at_most=0.999999)
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
-    max_steps: int = _optim(0, "steps of the run; 0 = num_epochs * steps_per_epoch")
+    max_steps: int = option(0, "steps of the run; 0 = num_epochs * steps_per_epoch", group="steps")
     # fmt: on
 
 

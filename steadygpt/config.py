@@ -20,13 +20,12 @@ from dataloader import Order
 from model import GPTConfig, GPTOptions
 from optim import OptimConfig
 from steadygpt.base.options import OptionError, UserError, check_options, option, options_of, read_flags
-from steadygpt.base.text import printable
+from steadygpt.base.text import MAX_NAME, printable
 from steadygpt.data.shards import parse_folders
 
 WEBHOOK = re.compile(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 FINEWEB_EDU_TOKENS = 18795 * 524288  # per epoch of the default data, for plans before it is prepared
-MAX_NAME = 200  # characters
 
 # Options by their group in --help.
 _steps, _run, _data, _saves, _evals, _logs, _ranks = (

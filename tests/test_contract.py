@@ -132,7 +132,7 @@ def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
             module.register_forward_hook(lambda linear, *_: multiplied.update({linear.weight: linear}))
     model(ids(1, 1))
     sizes = {p: p[: rows_of(model, name)].numel() for name, p in model.named_parameters()}
-    attention = 12 * 3 * model.config.num_heads * model.config.head_dim * 12
+    attention = 12 * 3 * model.config.num_heads * model.config.resolved().head_dim * 12
     products = sum(size for p, size in sizes.items() if p in multiplied or p.dim() == 1)
     assert model.flops_per_token() == 6 * products + attention, "change flops_per_token, or what is expected here"
     assert model.num_parameters() == sum(sizes.values())

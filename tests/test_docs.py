@@ -12,6 +12,7 @@ import pytest
 import record
 import site_hooks
 from conftest import REPO
+from mutations import MUTATIONS
 from test_refused import CHECKPOINTS, FLAGS, SHARDS
 
 from steadygpt import __version__
@@ -32,6 +33,12 @@ def names_in(paths: Iterable[Path]) -> set[str]:
 def test_the_rows_of_faults_have_every_test_of_the_folder_and_none_that_does_not_exist():
     tests, named = REPO / "tests", {test for row in record.ROWS.values() for test in row}
     assert names_in(tests.glob("faults/test_*.py")) <= named <= names_in(tests.rglob("test_*.py"))
+
+
+def test_the_page_of_reliability_counts_the_faults_and_the_mutations():
+    page = text("docs/RELIABILITY.md")
+    assert f" has {len(record.ROWS)} faults, " in page
+    assert f" in {len(MUTATIONS)} places, " in page
 
 
 def test_each_fault_has_its_number_and_its_tests():

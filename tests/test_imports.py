@@ -100,6 +100,13 @@ assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_the_monitor_loads_no_pytorch():
+    """It may watch many runs, or run each minute, where PyTorch would take seconds and 200 MB."""
+    script = "import sys; sys.path.append('scripts'); import monitor_training; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_set_up_installs_what_the_commands_import():
     """README shows them right after ./setup.sh. Other packages belong to an option whose error names them."""
     of_an_option = {

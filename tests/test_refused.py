@@ -324,6 +324,7 @@ CHECKPOINTS: list[tuple] = [
     (f"train {OF_RUN} --resume", f"{RUN}: all checkpoints are corrupt: {RUN}/latest.pt: corrupt (", damaged),
     (f"train {OF_RUN} --resume", f"{RUN}/latest.pt: cannot be read (", unreadable),
     (f"train --init_from {RUN}/latest.pt --embd_size 32", "embd_size is 16"),
+    (f"train --init_from {RUN}/latest.pt --num_heads 4", "num_heads is 2, but this run has 4"),
     (f"train {OF_RUN} --resume second/latest.pt", f"{RUN} already holds checkpoints", second),
     *((f"train --checkpoint_dir links --resume {which}",
        "links: all checkpoints are corrupt: links/latest.pt: no such file", links)

@@ -19,9 +19,8 @@ from msgspec import Meta
 
 from steadygpt.base.durable import fsync, replace_file
 from steadygpt.base.options import UserError
-from steadygpt.base.text import printable
+from steadygpt.base.text import MAX_NAME, printable
 from steadygpt.base.typed import Count, Id, Number, parse_json, read_json
-from steadygpt.config import MAX_NAME, TrainConfig
 
 METRICS, STATUS, LOG = "metrics.jsonl", "status.json", "log.txt"
 LOGS = (LOG, METRICS)  # which a run only appends to
@@ -196,13 +195,13 @@ def _id_in(folder: Path) -> str:
         return ""
 
 
-def write_run(folder: Path, run_id: str, config: TrainConfig) -> None:
+def write_run(folder: Path, run_id: str, name: str, mirror: str, wandb: bool) -> None:
     """Write run.json."""
-    record = {
+    record: RunFile = {
         "id": run_id,
-        "name": config.run_name,
+        "name": name,
         "folder": os.path.realpath(folder),
-        "mirror": config.mirror,
-        "wandb": config.use_wandb,
+        "mirror": mirror,
+        "wandb": wandb,
     }
     replace_file(folder / RUN, lambda file: file.write(f"{json.dumps(record, indent=2)}\n".encode()))

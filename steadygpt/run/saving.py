@@ -40,6 +40,7 @@ def save_if_due(run: Run, is_due: bool) -> None:
         names = run.writer.missing(names)
     if is_best(run):
         names.append(BEST)
+    # Without scores, is_best() is False on all ranks.
     if is_resumed_here or state.scores:  # otherwise all ranks have the same names
         names = run.ranks.broadcast(names)
     if is_due or names:

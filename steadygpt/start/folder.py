@@ -98,7 +98,8 @@ def claim_mirror(run: Run, start: Start, folder: Path) -> tuple[Mirror, Best | N
 
 def take_over(folder: Path, start: Start, config: TrainConfig, mirror: Mirror | None) -> None:
     """Write run.json, rename damaged files, and move a checkpoint from the mirror to its place."""
-    write_run(folder, start.identity.id, config)  # first, so that a folder with a checkpoint has its run's identity
+    # First, so that a folder with a checkpoint has its run's identity.
+    write_run(folder, start.identity.id, config.run_name, config.mirror, config.use_wandb)
     for damaged, name in start.renamed.items():  # under their old names, saves would replace or delete them
         damaged.rename(name)
     if start.downloaded and start.path:
@@ -152,13 +153,13 @@ def best_in_folder(run: Run, folder: Path) -> Best | None:
     except UserError as error:
         name = aside(path).name
         path.rename(folder / name)
-        run.log.warn(f"{error}; renamed {name}. The next validation chooses the best model anew")
+        run.log.warn(f"{error}; renamed {name}; the best model is chosen anew")
         return None
     best = Best.of(read_head(path))
     if best and run.validated_on and best.validated_on != run.validated_on:
         other = folder / f"best_model_step_{best.step:06d}.pt"
         path.rename(other)
-        text = f"{other.name} was chosen on other validation rows; the next validation chooses the best model anew"
+        text = f"{other.name} was chosen on other validation rows; the best model is chosen anew"
         run.log.say(labelled("best", text))
         return None
     return best

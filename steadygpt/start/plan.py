@@ -20,6 +20,7 @@ from steadygpt.start.settle import rows_per_epoch
 
 SHARE_OF_PEAK = 0.4  # of a GPU's peak FLOP/s, assumed where no step is measured
 ASSUMED_GPU = "NVIDIA H100 80GB HBM3"  # where the GPU's peak is not known
+WORTH_A_GPU_S = 60  # on the assumed GPU; a shorter run is meant for this device
 TOKENS_PER_PARAMETER = 20
 MANY_EPOCHS = 4  # up to which repeated text is worth about as much as new text (Muennighoff et al. 2023)
 
@@ -59,7 +60,7 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
     lines["device"] = f"{world_size} x {device_name(ranks.device)}, {config.precision}"
     if world_size > 1 or config.is_fsdp:
         lines["device"] += f", {config.sharding}"
-    queries = (1, config.num_heads, config.context_length, model.config.head_dim)
+    queries = (1, config.num_heads, config.context_length, model.config.resolved().head_dim)
     kernel = kernel_name(queries, AUTOCAST[config.precision], ranks.device, config.dropout)
     if kernel:
         lines["device"] += f", attention by {kernel}"
@@ -152,6 +153,8 @@ def time_text(start: Start, config: TrainConfig, model: GPT, ranks: Ranks) -> st
         peak /= 2  # as TF32
     steps = config.max_steps - start.state.step
     seconds = steps * config.total_batch_size * model.flops_per_token() / (SHARE_OF_PEAK * peak * gpus)
+    if unknown and seconds < WORTH_A_GPU_S:
+        return f"unknown here; the first of {counted(steps, 'step')} show the speed"
     text = f"{unknown}{counted(steps, 'step')} take {duration_text(seconds)} on {gpus} x {gpu}, at {SHARE_OF_PEAK:.0%} "
     text += f"of the peak in {config.precision}"
     if config.gpu_hour_cost:

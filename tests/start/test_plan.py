@@ -67,7 +67,7 @@ def test_dry_run_counts_the_steps_that_are_left_and_writes_nothing(workdir, caps
     before = sorted(workdir.rglob("*"))
     for steps, flags in ((1000, ("--checkpoint_dir", "new")), (997, ("--resume", "latest"))):
         assert run_here(*flags, "--max_steps", "1000", "--dry_run") == 0
-        assert f"\ntime         unknown here; {steps:,} steps take " in capsys.readouterr().out
+        assert f"\ntime         unknown here; the first of {steps:,} steps show the speed\n" in capsys.readouterr().out
     assert sorted(workdir.rglob("*")) == before
 
 
