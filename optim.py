@@ -67,9 +67,7 @@ SCHEDULES = {  # the choices of --schedule
 
 
 def cooldown_start(config: "OptimConfig") -> int:
-    """Return the first step of the cool-down; max_steps without one."""
-    if not SCHEDULES[config.schedule].cools_down:
-        return config.max_steps
+    """Return the first step of the cool-down, if the schedule cools_down."""
     return max(config.warmup_steps, config.max_steps - round(config.cooldown * config.max_steps))
 
 
@@ -160,6 +158,11 @@ class OptimConfig:
     grad_clip: float = _recipe(1.0, "maximum gradient norm; 0 = no clipping")
     max_steps: int = option(0, "steps of the run; 0 = num_epochs * steps_per_epoch", group="steps")
     # fmt: on
+
+    @property
+    def cools_down(self) -> bool:
+        """Whether the schedule ends with a cool-down."""
+        return SCHEDULES[self.schedule].cools_down
 
 
 def make_optimizer(model: GPT, config: OptimConfig, ranks: Ranks, precision: str = "fp32") -> torch.optim.Optimizer:

@@ -45,7 +45,7 @@ def test_cache_has_the_dtype_of_autocast(norm, monkeypatch):
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
 def test_cache_does_not_change_generated_tokens(family, prompt_length, as_on_a_gpu, monkeypatch):
     if as_on_a_gpu:  # attention sees the whole cache, masked; test_on_device.py records a graph of it
-        monkeypatch.setattr("steadygpt.inference.sampling.can_record", lambda model: True)
+        monkeypatch.setattr("steadygpt.inference.sampling.can_capture", lambda model: True)
     model, plain = small(**family), ids(3, prompt_length)
     random = [torch.Generator().manual_seed(7) for _ in range(2)]
     cached = generate(model, plain, 16, 0.9, top_k=20, generator=random[0])

@@ -39,8 +39,8 @@ def generate(
         for _ in range(max_tokens):
             # Beyond the context every token has moved to another position, so the cache is no longer valid.
             fits = idx.size(1) <= context
-            if fits and cache.length and can_record(model):
-                step = step or recorded_step(model, cache, idx[:, -1:])
+            if fits and cache.length and can_capture(model):
+                step = step or captured_step(model, cache, idx[:, -1:])
                 logits = step(idx[:, -1:])
             elif fits:
                 logits = model(idx[:, cache.length :], cache=cache)
@@ -51,12 +51,12 @@ def generate(
     return idx
 
 
-def can_record(model: GPT) -> bool:
+def can_capture(model: GPT) -> bool:
     """Return whether a CUDA graph can compute a token: on a GPU, and not with FSDP, which transfers weights."""
     return model.wte.weight.is_cuda and not is_sharded(model.wte.weight)
 
 
-def recorded_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor], Tensor]:
+def captured_step(model: GPT, cache: KVCache, like: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function from each row's next token (B, 1) to logits, which a GPU launches as one graph.
 
     A graph repeats its work at the same addresses. So attention sees the whole cache, with a mask over the part that

@@ -26,7 +26,7 @@ def names_of_save(config: TrainConfig, rows_per_epoch: int, step: int, rows: int
     epoch = int(epochs(rows, rows_per_epoch))
     if step and epoch > int(epochs(rows - config.rows_per_step, rows_per_epoch)):
         names.append(EPOCH.format(epoch))
-    if step == cooldown_start(config) < config.max_steps:
+    if config.cools_down and step == cooldown_start(config):
         names.append(STABLE)
     return names
 
@@ -57,7 +57,7 @@ def with_steps(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -
         message = f"--warmup_steps {warmup_steps} is not shorter than the run of {max_steps} steps"
         raise UserError(f"{message}; try --warmup_steps {max_steps // 10}")
     config = replace(config, max_steps=max_steps, warmup_steps=warmup_steps)
-    if config.resume == "stable" and config.cooldown < 1:
+    if config.resume == "stable" and config.cools_down and config.cooldown < 1:
         start = cooldown_start(config)
         if step > start:
             enough = math.ceil(step / (1 - config.cooldown))

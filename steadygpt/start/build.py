@@ -26,7 +26,7 @@ from steadygpt.machine.host import check_compiler
 from steadygpt.machine.parallel import HostCopy, fill, restore_optimizer
 from steadygpt.machine.ranks import Ranks, Requests
 from steadygpt.run.run import Run
-from steadygpt.start.data import Data
+from steadygpt.start.data import Data, by_name
 from steadygpt.start.find import Start
 from steadygpt.start.settle import Settled, rows_per_epoch
 
@@ -218,7 +218,7 @@ def fixed_content(
         first_row = start.data["first_row"]
     record: DataRecord = {
         "phase": asdict(data.phase),  # type: ignore[typeddict-item]  # plain types only
-        "sources": {source.shards.name: (source.shards.folder, source.digest) for source in data.sources},
+        "sources": by_name(data.sources),
         "first_step": first_step,
         "first_row": first_row,
         "shards": stamps,

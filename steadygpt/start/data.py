@@ -1,6 +1,6 @@
 """The data of a run: its shards, its validation sets, and the one tokenizer that all of them share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -102,11 +102,16 @@ def find_data(start: Start, config: TrainConfig) -> Data:
     for shards in val_sets:
         shards = shards.for_vocab(vocab_size)
         validated.append(DataSet(shards, RowStream(shards.shards, config.context_length), shards.digest()))
-    named = {source.shards.name: (source.shards.folder, source.digest) for source in sources}
+    named = by_name(sources)
     shares = shares_of(named, {name: weight for name, (_, weight) in places.items()})
     phase = next_phase(start, config, named, shares)
     data = Data(tuple(sources), tuple(validated), phase, record, vocab_size)
     return replace(data, tokenizer_record=completed(record, known, data.folder) if known else record)
+
+
+def by_name(sources: Iterable[DataSet]) -> dict[str, tuple[str, str]]:
+    """Return name -> (folder, digest) of sources, as DataRecord has them."""
+    return {source.shards.name: (source.shards.folder, source.digest) for source in sources}
 
 
 def next_phase(

@@ -10,7 +10,7 @@ from steadygpt.config import FINEWEB_EDU_TOKENS, TrainConfig
 from steadygpt.machine.device import choose_precision, memory_bytes
 from steadygpt.machine.ranks import Ranks
 from steadygpt.run.schedule import with_steps
-from steadygpt.start.data import Data, mixture_text
+from steadygpt.start.data import Data, by_name, mixture_text
 from steadygpt.start.find import Start
 
 SAMPLED_IDS = 2**20  # read from a shard without a manifest, to check that they look like GPT-2's
@@ -61,9 +61,9 @@ def for_run(start: Start, asked: TrainConfig, data: Data, ranks: Ranks) -> tuple
         note = note_of_vocabulary(data)
         notes += [note] if note else []
     if start.data and start.data["phase"] != data.phase:
-        sources = {source.shards.name: (source.shards.folder, source.digest) for source in data.sources}
         before = mixture_text(start.data["sources"], start.data["phase"].shares)
-        notes.append(labelled("changed", f"training data: {before} -> {mixture_text(sources, data.phase.shares)}"))
+        now = mixture_text(by_name(data.sources), data.phase.shares)
+        notes.append(labelled("changed", f"training data: {before} -> {now}"))
     return config, notes
 
 
@@ -121,7 +121,7 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
     """Return lines for the plan: where the cool-down begins, and how a resume changes the learning rate."""
     notes = []
     step = start.state.step
-    if step < cooldown_start(config) < config.max_steps:
+    if config.cools_down and step < cooldown_start(config):
         text = f"starts at step {cooldown_start(config):,}; {STABLE} is saved just before"
         notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
     if start.checkpoint and step >= max(1, config.warmup_steps):
@@ -131,7 +131,7 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
         now = learning_rate(config, step)
         if now > 1.1 * before:
             advice = ""
-            if cooldown_start(planned) < planned.max_steps:
+            if planned.cools_down:
                 advice = "; --resume stable continues from before the decay"
             notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
         elif now < 0.9 * before:

@@ -21,14 +21,10 @@ def stored(config: TrainConfig, **changes) -> dict:
     return {name: getattr(config, name) for name in STORED} | changes
 
 
-def resumed(stored: dict, config: TrainConfig, set_by: dict) -> tuple[TrainConfig, list[str]]:
-    return with_stored_options(config, set_by, stored)
-
-
 def test_changed_options_are_reported():
     before = stored(TrainConfig(dropout=0.1, mini_batch_size=8, data_dir="old", embd_size=96))
     flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
-    config, changes = resumed(before, *parse_args(flags))
+    config, changes = with_stored_options(*parse_args(flags), before)
     assert (config.dropout, config.mini_batch_size, config.data_dir, config.embd_size) == (0.2, 4, "new", 96)
     assert changes == ["dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4", "data_dir: 'old' -> 'new'"]
 
@@ -51,18 +47,18 @@ def test_a_resume_treats_each_option_as_its_declaration_says(name):
     old = FIELDS[name].default
     new = other_value(name)
     before = stored(TrainConfig())
-    assert resumed(before | {name: new}, TrainConfig(), {}) == (dataclasses.replace(TrainConfig(), **{name: new}), [])
     command = dataclasses.replace(TrainConfig(), **{name: new})
+    assert with_stored_options(TrainConfig(), {}, before | {name: new}) == (command, [])
     if rule != "free":
         advice = "--allow_changes" if rule == "ask" else "--checkpoint_dir"
         with pytest.raises(UserError, match=f"^--{name} .*{new!r}, .*{old!r}; .*{advice}"):
-            resumed(before, command, {name: "flag"})
+            with_stored_options(command, {name: "flag"}, before)
         command = dataclasses.replace(command, allow_changes=True)
     if rule == "never":
         with pytest.raises(UserError, match=f"^--{name} .*{new!r}, .*{old!r}; .*--checkpoint_dir"):
-            resumed(before, command, {name: "flag"})
+            with_stored_options(command, {name: "flag"}, before)
     else:
-        assert resumed(before, command, {name: "flag"}) == (command, [f"{name}: {old!r} -> {new!r}"])
+        assert with_stored_options(command, {name: "flag"}, before) == (command, [f"{name}: {old!r} -> {new!r}"])
 
 
 def test_the_command_of_the_first_start_also_resumes():
@@ -70,13 +66,13 @@ def test_the_command_of_the_first_start_also_resumes():
     argv = ["--config", "quickstart", "--max_steps", "50", "--precision", "auto", "--tokenizer", "auto"]
     before = stored(parse(*argv), precision="bf16", tokenizer="gpt2")
     for repeated in ([], ["--precision", "bf16", "--tokenizer", "gpt2"]):
-        config, changes = resumed(before, *parse_args([*argv, *repeated, "--resume"]))
+        config, changes = with_stored_options(*parse_args([*argv, *repeated, "--resume"]), before)
         assert (config.precision, config.tokenizer, changes) == ("bf16", "gpt2", [])
 
 
 def test_an_option_that_is_settled_at_each_launch_is_stored_as_it_was_asked():
     argv = ["--mini_batch_size", "auto", "--warmup_steps", "-1", "--max_steps", "0", "--compile", "auto"]
-    config, changes = resumed(stored(parse(*argv)), *parse_args(["--resume"]))
+    config, changes = with_stored_options(*parse_args(["--resume"]), stored(parse(*argv)))
     assert (config.mini_batch_size, config.warmup_steps, config.max_steps, config.compile) == (0, -1, 0, "auto")
     assert changes == []
 
@@ -85,17 +81,18 @@ def test_a_flag_of_the_first_start_still_overrides_the_preset():
     """The preset names one folder of data; the first command mixed two."""
     Path("mine.toml").write_text('data_dir = "one"\n')
     before = stored(parse_args(["--config", "mine.toml", "--mix", "one,two"])[0])
-    config, changes = resumed(before, *parse_args(["--config", "mine.toml", "--resume"]))
+    config, changes = with_stored_options(*parse_args(["--config", "mine.toml", "--resume"]), before)
     assert (config.mix, changes) == ("one,two", [])
-    config, changes = resumed(before, *parse_args(["--config", "mine.toml", "--resume", "--data_dir", "three"]))
+    flags = ["--config", "mine.toml", "--resume", "--data_dir", "three"]
+    config, changes = with_stored_options(*parse_args(flags), before)
     assert (config.mix, config.data_dir) == ("", "three")
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in STORED])
 def test_an_option_of_a_launch_is_not_taken_from_the_checkpoint(name):
     launch = dataclasses.replace(TrainConfig(), **{name: "https://a.b/c" if name == "alert_url" else other_value(name)})
-    assert resumed(stored(launch), TrainConfig(), {}) == (TrainConfig(), [])
-    assert resumed(stored(TrainConfig()), launch, {name: "flag"}) == (launch, [])
+    assert with_stored_options(TrainConfig(), {}, stored(launch)) == (TrainConfig(), [])
+    assert with_stored_options(launch, {name: "flag"}, stored(TrainConfig())) == (launch, [])
 
 
 @pytest.mark.parametrize(("before", "flags"), [
@@ -103,7 +100,7 @@ def test_an_option_of_a_launch_is_not_taken_from_the_checkpoint(name):
     (["--sharding=fsdp"], ["--shard_size=2"]),
 ])  # fmt: skip
 def test_flags_that_need_other_options_accept_them_from_the_checkpoint(before, flags):
-    resumed(stored(parse(*before)), *parse_args(["--resume", *flags]))
+    with_stored_options(*parse_args(["--resume", *flags]), stored(parse(*before)))
 
 
 def test_options_missing_from_the_checkpoint_keep_their_defaults():
