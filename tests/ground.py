@@ -153,7 +153,8 @@ _POINTS = [
     (parallel, "shard_model"), (GPT, "forward"), (GPT, "loss_terms"), (train.BatchLoader, "next"),
     (Ranks, "step_numbers"), (saving, "content_of"), (nn.utils, "clip_grad_norm_"), (torch, "save"),
     (torch, "compile"), (os, "fsync"), (os, "link"), (os, "replace"), (os, "unlink"), (UncachedFile, "write"),
-    (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (scoring, "score_batch"), (RunLog, "open"),
+    (os, "rename"), (zipfile, "ZipFile"), (tokenizers, "load_tokenizer"), (scoring, "score_batch"), (RunLog, "open"),
+    (RunLog, "begin"),
 ]  # fmt: skip
 
 
@@ -336,6 +337,32 @@ def around_save_calls(do: Callable) -> None:
     for name in ("fsync", "link", "replace", "unlink"):
         setattr(os, name, intercepted(name, getattr(os, name)))
     UncachedFile.write = intercepted("write", UncachedFile.write)  # called once per save of a model this small
+
+
+def around_start_calls(do: Callable) -> None:
+    """Call do(call, name, *files) before each system call that changes a file, up to the first record of a launch.
+
+    Calls are numbered from 0; the opening of the log and the first record itself count as calls.
+    """
+    call = -1
+    is_over = False
+
+    def intercepted(name: str, function: Callable) -> Callable:
+        def wrapper(*args, **options):
+            nonlocal call, is_over
+            if not is_over:
+                call += 1
+                is_over = name == "begin"
+                do(call, name, *args)
+            return function(*args, **options)
+
+        return wrapper
+
+    for name in ("fsync", "link", "replace", "rename", "unlink"):
+        setattr(os, name, intercepted(name, getattr(os, name)))
+    UncachedFile.write = intercepted("write", UncachedFile.write)
+    RunLog.open = intercepted("open", RunLog.open)
+    RunLog.begin = intercepted("begin", RunLog.begin)
 
 
 def write_half(file, data) -> None:
@@ -537,7 +564,8 @@ def run_content(step: int, **more) -> dict:
         "first_step": 0, "first_row": 0, "shards": [],
     }  # fmt: skip
     progress = {
-        "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0, "scores": {}, "validated_on": "",
+        "loss": 3.25, "elapsed_s": 0.0, "recent_losses": [], "bad_steps": 0, "cooled_down": False, "scores": {},
+        "validated_on": "",
         "epoch": step / 10, "options": options | {"total_batch_size": 4 * TrainConfig.context_length}, "data": data,
         "launch": {"id": "0" * 16, "parent": "", "settings": {}}, "saved_at": 1e9 + step,
     }  # fmt: skip

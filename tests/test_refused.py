@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HUB, TINY, folders, load, run_here, write_shard
+from conftest import HUB, TINY, folders, load, refusal, run_here, write_shard
 from harness import Run, error_line
 
 from steadygpt.base import retry
@@ -332,11 +332,10 @@ CHECKPOINTS: list[tuple] = [
     (f"train {OF_RUN} --resume loop", "/loop: no such file; expected latest, auto", links),
     # Changes that a resume does not accept.
     (f"{RESUME} --optimizer muon", "--optimizer is 'muon', but the checkpoint was trained with 'adamw'"),
-    (f"{RESUME} --config bad.toml", "--seed is 5, but the checkpoint was trained with 1337; drop the option, or start "
-     "a new run in another --checkpoint_dir", toml("seed = 5")),
+    (f"{RESUME} --seed 5", "--seed is 5, but the checkpoint was trained with 1337; drop the option, or start a new run "
+     "in another --checkpoint_dir"),
     (f"{RESUME} --allow_changes --min_lr 5e-3", "--min_lr 0.005 is above --max_lr 0.001"),
     (f"{RESUME} --num_layers 3", "--num_layers is 3, but the checkpoint was trained with 2; drop"),
-    (f"{RESUME} --seed 3", "--seed is 3, but the checkpoint was trained with 1337"),
     (f"{RESUME} --tokenizer gpt2", "--tokenizer is 'gpt2', but the checkpoint was trained with 'bytes'; drop"),
     (f"{RESUME} --total_batch_size 128",
      "128, but the checkpoint was trained with 64; drop the option, or add --allow_changes"),
@@ -369,6 +368,13 @@ def place(shared_place, tmp_path, monkeypatch) -> Path:
     shutil.copytree(shared_place, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
+
+
+def test_a_mistyped_folder_to_resume_from_is_not_created(workdir):
+    for flags in (["--resume", "latest", "--checkpoint_dir", "typo"], ["--resume", "typo/latest.pt"]):
+        with refusal("typo"):
+            run_here(*flags)
+    assert not Path("typo").exists()
 
 
 def contents() -> dict[Path, bytes | None]:

@@ -298,6 +298,27 @@ def test_a_cooled_down_run_is_continued_from_stable_or_with_a_note(workdir, caps
     assert "lr           rises from" not in capsys.readouterr().out
 
 
+def test_weights_that_were_cooled_down_never_replace_stable(workdir, capsys):
+    """Extended from latest, stopped and extended again, the run begins further cool-downs."""
+    assert run_here(*MODERN, *A) == 0
+    before = Path("a/stable.pt").read_bytes()
+    for max_steps in ("20", "40"):
+        assert run_here("--resume", "latest", "--max_steps", max_steps, *A) == 0
+        said = capsys.readouterr().out
+        assert re.search(r"^cool-down +starts again at .*: --resume stable --max_steps N$", said, re.MULTILINE)
+        assert Path("a/stable.pt").read_bytes() == before
+    assert run_here("--resume", "stable", "--max_steps", "20", *A) == 0
+    assert load("a/stable.pt")["step"] == 12
+
+
+def test_a_longer_run_that_warms_up_again_says_so(workdir, capsys):
+    assert run_here("--warmup_steps", "-1", "--max_steps", "40", "--checkpoint_freq", "20", *A) == 0
+    capsys.readouterr()
+    assert train.main(["--resume", "a/rolling_step_000020.pt", "--max_steps", "4000", "--dry_run"]) == 0
+    falls = r"^lr +falls from \S+ to \S+ at once, .* 400 steps; .*--warmup_steps 4$"
+    assert re.search(falls, capsys.readouterr().out, re.MULTILINE)
+
+
 def test_a_schedule_without_a_cool_down_has_no_stable_checkpoint(workdir, capsys):
     assert run_here(*MODERN, "--schedule", "cosine", "--checkpoint_freq", "6", *A) == 0
     with refusal("a/stable.pt: ", "--schedule wsd"):

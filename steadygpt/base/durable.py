@@ -137,7 +137,9 @@ def lock_folder(folder: Path, advice: str) -> IO[str]:
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a+")
+        # Not through a link, which a downloaded folder may have: the file is emptied.
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        file = os.fdopen(descriptor, "a+")
         _take(file)
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}\n")

@@ -110,6 +110,7 @@ class TrainState:
     loss: Loss | None = None  # of the last finite step
     recent_losses: list[Number] = field(default_factory=list)  # the last SPIKE_WINDOW finite losses
     bad_steps: Count = 0  # consecutive bad steps so far
+    cooled_down: bool = False  # the weights had updates in a cool-down
     elapsed_s: Loss = 0.0  # wall-clock of the earlier launches of this run
     scores: Scores = field(default_factory=dict)  # of the evaluations of these weights
     validated_on: str = ""  # the rows that val_loss was measured on: losses on other rows are not comparable

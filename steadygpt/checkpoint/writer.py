@@ -183,11 +183,12 @@ class CheckpointWriter:
         if not leads_to_lock(self.folder, self.lock):
             raise FolderLost(f"{self.folder} was moved or deleted; move it back, then resume there")
 
-    def begin_at(self, checkpoint: Mapping[str, Any], path: Path | None) -> None:
-        """Make the checkpoint that the run resumes from the newest; its `path` is None if it is in another folder.
+    def begin_at(self, checkpoint: Mapping[str, Any], path: Path | None, is_changed: bool) -> None:
+        """Write the checkpoint that the run resumes from as latest.pt, unless it is latest.pt and the newest already.
 
-        If the run forks into a new folder, or resumes from an older checkpoint, this choice must survive a kill before
-        the first save.
+        Args:
+            path: of its file; None if that is in another folder.
+            is_changed: the content differs from the file's.
         """
         latest = self.folder / files.LATEST
         recency = (checkpoint["saved_at"], checkpoint["step"])
@@ -197,5 +198,5 @@ class CheckpointWriter:
                 files.read_checkpoint(latest)
             except UserError:  # it is damaged, or cannot be read at this moment
                 self.log.warn(f"{latest}: not a readable checkpoint; renamed {latest.rename(files.aside(latest)).name}")
-        if not is_latest or recency < max(self.recencies.values(), default=recency):
+        if is_changed or not is_latest or recency < max(self.recencies.values(), default=recency):
             self.write(checkpoint, [])

@@ -2,7 +2,7 @@
 
 A step's number is the number of steps before its measurements, so the training loss and the validation loss of one step
 belong to the same weights. Logs are only appended to: a run that resumes at step s logs step s and later steps again,
-after a line of its own (see metrics.py).
+after a line of its own (see metrics.py), which it writes with its first measurement.
 """
 
 import math
@@ -71,25 +71,45 @@ class RunLog:
         self.wandb: Any = None
         self.alerts: Alerts | None = None
         self.launch: Mapping[str, Any] = {}  # see metrics.LaunchLine
+        self.first_step = 0
+        self.has_begun = False  # see begin()
         self.early: list[str] = []  # lines for log.txt from before it was opened
 
     def open(self, first_step: int, launch: Mapping[str, Any]) -> None:
         """Open the files and sinks of a run, on rank 0; `launch` is a LaunchLine without its steps."""
         config = self.config
         self.launch = launch
+        self.first_step = first_step
         self.files = {name: LineFile(Path(config.checkpoint_dir, name)) for name in LOGS}
         self.note(step=first_step)
         for line in self.early:
             self._attempt(LOG, self.files[LOG].write, line)
         self.early = []
-        self._attempt(METRICS, self.files[METRICS].write, line_of(first_step, {"first_step": first_step, **launch}))
         if config.use_wandb:
             self.wandb = open_wandb(config, launch["run"], self.warn)
             self.say(labelled("wandb", str(self.wandb.settings.sync_dir if self.wandb.offline else self.wandb.url)))
         if config.use_tensorboard:
-            self.tensorboard = TensorBoard(config, first_step)
+            import torch.utils.tensorboard  # noqa: F401  # here, because it would delay the first step
         if config.alert_url:
             self.alerts = Alerts(config.alert_url, config.name, self.warn)
+
+    def begin(self) -> None:
+        """Let this launch replace what earlier ones have recorded from its first step on.
+
+        Called with the first measurement, so that a launch that ends before it does not hide their records.
+        """
+        if self.has_begun or not self.files:
+            return
+        self.has_begun = True
+        self._write_launch_line(self.first_step)
+        if self.config.use_tensorboard:
+            self._attempt("TensorBoard", self._open_tensorboard)
+
+    def _write_launch_line(self, step: int) -> None:
+        self._attempt(METRICS, self.files[METRICS].write, line_of(step, {"first_step": step, **self.launch}))
+
+    def _open_tensorboard(self) -> None:
+        self.tensorboard = TensorBoard(self.config, self.first_step)
 
     def step(
         self,
@@ -107,6 +127,7 @@ class RunLog:
             left_s: seconds left; not in status.json if is_first, because a launch's first step is not typical.
             facts: for status.json, besides the numbers.
         """
+        self.begin()
         if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
             shown = {"place": f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"}
             for name, form in STEP_FORMS.items():
@@ -129,6 +150,7 @@ class RunLog:
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text from the model."""
+        self.begin()
         self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
         if self.tensorboard:
             self._attempt("TensorBoard", self.tensorboard.text, step, text)
@@ -144,6 +166,7 @@ class RunLog:
         """Write numbers to the sinks, as curves of a group."""
         if not self.files:
             return
+        self.begin()
         measured = {name: number for name, number in numbers.items() if number is not None}
         self._attempt(METRICS, self.files[METRICS].write, line_of(step, measured))
         if self.tensorboard:
@@ -245,9 +268,8 @@ class RunLog:
         replaced = self.files[name]
         self.files[name] = LineFile(replaced.path)
         replaced.close()
-        if name == METRICS:
-            step = self.facts["step"]
-            self._attempt(METRICS, self.files[METRICS].write, line_of(step, {"first_step": step, **self.launch}))
+        if name == METRICS and self.has_begun:
+            self._write_launch_line(self.facts["step"])
         self.warn(f"{replaced.path}: was removed or renamed during the run; opened anew")
 
     def size_of(self, name: str) -> int:

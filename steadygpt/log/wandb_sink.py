@@ -15,6 +15,17 @@ CONNECT_S = 30.0  # time for W&B to answer at the start
 FINISH_S = 60.0  # time for W&B to take the last rows; then finish() raises TimeoutError
 
 
+def check_wandb(folder: Path) -> None:
+    """Check that wandb is installed, and that a run's folder does not decide where W&B sends the curves."""
+    settings = folder / FOLDER / "settings"
+    if settings.exists():  # the folder may come from a stranger
+        raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
+    try:
+        from wandb import init  # noqa: F401  # without the package, a folder wandb/ beside train.py can be imported
+    except ImportError as error:
+        raise UserError("--use_wandb: wandb is not installed; pip install wandb, or drop the flag") from error
+
+
 def open_wandb(config: TrainConfig, run_id: str, warn: Callable[[str], object]) -> Any:
     """Return the wandb.Run of a run; a resumed run continues it, and shows repeated steps twice.
 
@@ -24,10 +35,8 @@ def open_wandb(config: TrainConfig, run_id: str, warn: Callable[[str], object]) 
     Args:
         run_id: of run.json.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("--use_wandb: wandb is not installed; pip install wandb, or drop the flag") from error
+    import wandb
+
     shown = shown_options(config)
     has_secrets = any(value for option, value in vars(config).items() if option not in shown)
     # log.txt has the console output; W&B's metadata would have the command line. A dict, because init() would change

@@ -34,7 +34,7 @@ def is_best(run: Run) -> bool:
 def save_if_due(run: Run, is_due: bool) -> None:
     """Save the run if `is_due`, or if a named checkpoint is due at its step, under all names that are due."""
     state = run.state
-    names = names_of_save(run.config, run.rows_per_epoch, state.step, state.rows_consumed)
+    names = names_of_save(run.config, run.rows_per_epoch, state)
     is_resumed_here = state.step > 0 and not run.meter.steps
     if run.writer and is_resumed_here:  # only names that a kill prevented; the others stay
         names = run.writer.missing(names)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from model import sketch_of
 from optim import cooldown_start
 from steadygpt.base.options import UserError
-from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE
+from steadygpt.checkpoint.files import EPOCH, ROLLING, STABLE, TrainState
 from steadygpt.config import TrainConfig
 
 WARMUP_STEPS = 715  # of --warmup_steps -1, in a run that is long enough (Brown et al. 2020: 375 M tokens)
@@ -17,16 +17,18 @@ def epochs(rows: int, rows_per_epoch: int) -> float:
     return rows / rows_per_epoch if rows_per_epoch else 0.0
 
 
-def names_of_save(config: TrainConfig, rows_per_epoch: int, step: int, rows: int) -> list[str]:
-    """Return the names, besides latest.pt, of the checkpoint after `step` steps, which consumed `rows` rows."""
+def names_of_save(config: TrainConfig, rows_per_epoch: int, state: TrainState) -> list[str]:
+    """Return the names, besides latest.pt, of the checkpoint of a state."""
     names = []
+    step = state.step
+    rows = state.rows_consumed
     freq = config.checkpoint_freq
     if step and freq and step % freq == 0:
         names.append(ROLLING.format(step))
     epoch = int(epochs(rows, rows_per_epoch))
     if step and epoch > int(epochs(rows - config.rows_per_step, rows_per_epoch)):
         names.append(EPOCH.format(epoch))
-    if config.cools_down and step == cooldown_start(config):
+    if config.cools_down and step == cooldown_start(config) and not state.cooled_down:
         names.append(STABLE)
     return names
 

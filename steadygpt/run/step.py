@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from optim import cooldown_start
 from steadygpt.base.text import counted, run_flags
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import PEAK_FLOPS, device_name, peak_memory_bytes
@@ -197,6 +198,7 @@ def count_step(run: Run, result: StepResult) -> None:
     if result.updated:  # otherwise the scores still belong to the weights
         state.scores = {}
         state.validated_on = ""
+        state.cooled_down |= run.config.cools_down and result.step >= cooldown_start(run.config)
     if result.finite:
         state.loss = result.loss
         state.recent_losses = [*state.recent_losses, result.loss][-SPIKE_WINDOW:]

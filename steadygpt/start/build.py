@@ -20,6 +20,7 @@ from steadygpt.convert.weights import check_fits, load_cropped
 from steadygpt.data.tokenizer import load_tokenizer, tokenizer_on_all
 from steadygpt.inference.scoring import hellaswag_of_run
 from steadygpt.log.runlog import RunLog
+from steadygpt.log.wandb_sink import check_wandb
 from steadygpt.machine import parallel
 from steadygpt.machine.device import autocast, be_deterministic, device_name, is_out_of_memory
 from steadygpt.machine.host import check_compiler
@@ -42,6 +43,8 @@ def check_start(start: Start, config: TrainConfig, data: Data) -> list[str]:
     """
     notes = []
     shape = config.shape(config.vocab_size)
+    if config.use_wandb and not config.eval_only:
+        check_wandb(Path(config.checkpoint_dir))
     if start.weights:
         note = check_fits(start.weights, config.init_from, shape, data.tokenizer_record)
         notes += [note] if note else []

@@ -1,6 +1,7 @@
 """The start of a run: its checkpoint or weights, if any, and the requested options."""
 
 import os
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -84,12 +85,17 @@ def agreed_command(
 
 
 def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> TrainConfig:
-    """Return a configuration whose checkpoint_dir is the folder of the file that --resume names.
+    """Check that --resume leads to a file or folder, and return a configuration with its folder as checkpoint_dir.
 
     A folder after --resume becomes checkpoint_dir itself, and its latest checkpoint is resumed. A given
-    --checkpoint_dir stays.
+    --checkpoint_dir stays. This comes before checkpoint_dir is locked, which creates the folder.
     """
-    if config.resume in ("", *WORDS):
+    if config.resume in ("", "auto"):
+        return config
+    if config.resume in WORDS:
+        folder = Path(config.checkpoint_dir)
+        if not config.mirror and not folder.exists():
+            raise files.no_checkpoints(folder)
         return config
     if "://" in config.resume:
         advice = f"to resume from a store, use --resume latest --mirror {config.resume}"
@@ -98,6 +104,8 @@ def with_checkpoint_dir(config: TrainConfig, set_by: Mapping[str, str]) -> Train
     # A link that has the name of a checkpoint belongs to the run in its folder; any other link stands for its target.
     if path.is_symlink() and not path.is_dir() and path not in files.checkpoint_files(path.parent):
         path = Path(os.path.realpath(path))
+    if not path.exists():
+        raise UserError(f"--resume {path}: no such file; expected latest, auto, best, stable, a file or a folder")
     if "checkpoint_dir" in set_by:
         return replace(config, resume=str(path))
     if path.is_dir():
@@ -142,13 +150,8 @@ def checked_folder(command: TrainConfig) -> Path:
     """
     which = command.resume
     folder = Path(command.checkpoint_dir)
-    is_word = which in ("", *WORDS)
-    path = folder if is_word else Path(which)
-    if which not in ("", "auto") and not path.exists() and not command.mirror:
-        if is_word:
-            raise files.no_checkpoints(folder)
-        raise UserError(f"--resume {which}: no such file; expected latest, auto, best, stable, a file or a folder")
-    resumed_folder = path if is_word or path.is_dir() else path.parent
+    path = folder if which in ("", *WORDS) else Path(which)
+    resumed_folder = path if path == folder or path.is_dir() else path.parent
     if command.trains or (_leads_elsewhere(resumed_folder, folder) and not command.eval_only):
         files.check_folder(folder, resumed_folder / files.LATEST if which else None)
     return resumed_folder
@@ -176,8 +179,8 @@ def resumed_start(
     notes += [labelled("skipped", line) for line in found.skipped]
     restored = f" (restored from {command.mirror})" if found.downloaded else ""
     notes.append(labelled("resumed", f"from {found.path}{restored} at step {checkpoint['step']:,}"))
-    asked, changes = with_stored_options(command, set_by, checkpoint["options"])
-    notes += [labelled("changed", line) for line in changes]
+    asked, further = with_stored_options(command, set_by, checkpoint["options"])
+    notes += further
     if is_fork:
         notes.append(labelled("fork", f"a new run in {folder}"))
     elif identity.copied_from:
@@ -215,10 +218,19 @@ def new_start(command: TrainConfig, set_by: Mapping[str, str]) -> tuple[Start, T
     return Start(weights=weights), replace(command, **shape), [labelled("weights", f"from {command.init_from}")]
 
 
+def flag_text(name: str, value: object) -> str:
+    """Return a flag as it is typed."""
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    return f"--{name} {shlex.quote(str(value))}"
+
+
 def with_stored_options(
     config: TrainConfig, set_by: Mapping[str, str], stored: Mapping[str, Any]
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the options of a run that resumes, and a line for each option that changes.
+    """Return the options of a run that resumes, and lines for the plan about what changes and what does not.
+
+    The run keeps its options; only flags change them.
 
     Args:
         set_by: see find_start().
@@ -226,14 +238,14 @@ def with_stored_options(
     """
     options = dict(stored)
     changes = []
+    of_preset = []  # flags with the values of the preset that the run does not have
     for name in STORED:
         new = getattr(config, name)
         old = options[name]
         if name not in set_by or new == old or (name in RESOLVED and new == "auto"):
             continue
-        # For example, the preset has data_dir, which a flag of the first launch replaced by mix.
-        alternative = EXCLUSIVE.get(name, "")
-        if set_by[name] == "preset" and alternative in options and options[alternative] != FIELDS[alternative].default:
+        if set_by[name] == "preset":
+            of_preset.append(flag_text(name, new))
             continue
         rule = FIELDS[name].metadata["on_resume"]
         message = f"--{name} is {new!r}, but the checkpoint was trained with {old!r}; drop the option, or"
@@ -243,6 +255,11 @@ def with_stored_options(
             raise UserError(f"{message} add --allow_changes to resume with the new value")
         changes.append(f"{name}: {old!r} -> {new!r}")
         options[name] = new
+        alternative = EXCLUSIVE.get(name)
         if alternative in options:
             options[alternative] = FIELDS[alternative].default
-    return replace(config, **options), changes
+    notes = [labelled("changed", line) for line in changes]
+    if of_preset:
+        text = f"{config.config}: ignored where the run has another value; to change one, type {' '.join(of_preset)}"
+        notes.append(labelled("preset", text))
+    return replace(config, **options), notes

@@ -10,7 +10,7 @@ from pathlib import Path
 from steadygpt.base.durable import fsync_folder
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import NoAnswer
-from steadygpt.base.text import bytes_text, labelled
+from steadygpt.base.text import bytes_text
 from steadygpt.checkpoint.files import (
     BEST,
     Best,
@@ -24,20 +24,12 @@ from steadygpt.checkpoint.files import (
 from steadygpt.checkpoint.writer import CheckpointWriter, stale_files
 from steadygpt.config import TrainConfig
 from steadygpt.log.metrics import METRICS, write_run
-from steadygpt.log.wandb_sink import FOLDER as WANDB
 from steadygpt.mirror.restore import restore_logs
 from steadygpt.mirror.store import Index, Mirror
 from steadygpt.mirror.uploads import Uploads
 from steadygpt.run.repeats import Repeats
 from steadygpt.run.run import Run
 from steadygpt.start.find import Start
-
-
-def check_wandb_settings(folder: Path) -> None:
-    """Check that the folder, which may come from a stranger, does not decide where W&B sends the curves."""
-    settings = folder / WANDB / "settings"
-    if settings.exists():
-        raise UserError(f"{settings}: may name another server for W&B. Move it to ~/.config/wandb if it is yours")
 
 
 def check_space(folder: Path, needed: int, downloaded: Path | None) -> None:
@@ -58,10 +50,10 @@ def open_folder(run: Run, start: Start) -> None:
     folder = Path(config.checkpoint_dir)
     needed = checkpoint_bytes(run.model, config.optimizer)
     check_space(folder, needed, start.downloaded)
-    check_wandb_settings(folder)
     best = None
+    old_best = None  # where to move a best_model.pt that this run cannot compare with
     if folder / BEST not in start.renamed:
-        best = best_in_folder(run, folder)
+        best, old_best, note = best_in_folder(run, folder)
     mirror = None
     if config.mirror:
         mirror, best_in_mirror = claim_mirror(run, start, folder)
@@ -79,7 +71,10 @@ def open_folder(run: Run, start: Start) -> None:
     run.writer = CheckpointWriter(config, run.log.folder_lock, run.log, best, after_write)
     if start.checkpoint:
         begin_at(run, start, start.checkpoint)
-        after_write()  # the choice of an older checkpoint is uploaded too
+        after_write()  # this choice is uploaded too
+    if old_best:  # only now: a launch that ends before has changed nothing
+        (folder / BEST).rename(old_best)
+        run.log.warn(f"{note}; renamed {old_best.name}; the best model is chosen anew")
 
 
 def claim_mirror(run: Run, start: Start, folder: Path) -> tuple[Mirror, Best | None]:
@@ -126,40 +121,39 @@ def steps_to_repeat(run: Run, start: Start, checkpoint: dict) -> Repeats:
 
 
 def begin_at(run: Run, start: Start, checkpoint: dict) -> None:
-    """Make the checkpoint that the run resumes from the newest of the folder."""
+    """Save what this launch decides before its first step: an older checkpoint, a fork, other options, other data.
+
+    A later --resume latest then continues as decided, even if this launch is killed before its first save.
+    """
     assert run.writer
     data = checkpoint["data"]
-    content = {**checkpoint, "data": {**data, "phase": asdict(data["phase"])}}  # plain types, as in the file
-    if start.is_fork:  # the fork's first checkpoint has this run's options
-        content |= {name: run.fixed_content[name] for name in ("options", "data", "launch")}
+    stored = {"options": checkpoint["options"], "data": {**data, "phase": asdict(data["phase"])}}
+    decided = {name: run.fixed_content[name] for name in stored}
+    # The launch stays: until this one records its first measurement, the log's records are that launch's.
+    content = {**checkpoint, **asdict(run.state), **decided}
+    if start.is_fork:
         content["metrics_bytes"] = run.log.size_of(METRICS)
-    run.writer.begin_at(content, None if start.is_fork else start.path)
+    run.writer.begin_at(content, None if start.is_fork else start.path, decided != stored)
 
 
-def best_in_folder(run: Run, folder: Path) -> Best | None:
+def best_in_folder(run: Run, folder: Path) -> tuple[Best | None, Path | None, str]:
     """Return the folder's best model so far; None if there is none with a comparable loss.
 
-    A damaged file is renamed, and so is a model that was chosen on other validation rows.
+    Also returns a new name for a file that is damaged, or was chosen on other validation rows, and a text that says so.
 
     Raises: Unreadable, OtherVersion.
     """
     path = folder / BEST
     if not path.exists():
-        return None
+        return None, None, ""
     try:
         read_checkpoint(path)
     except (Unreadable, OtherVersion):
         raise
     except UserError as error:
-        name = aside(path).name
-        path.rename(folder / name)
-        run.log.warn(f"{error}; renamed {name}; the best model is chosen anew")
-        return None
+        return None, aside(path), str(error)
     best = Best.of(read_head(path))
     if best and run.validated_on and best.validated_on != run.validated_on:
         other = folder / f"best_model_step_{best.step:06d}.pt"
-        path.rename(other)
-        text = f"{other.name} was chosen on other validation rows; the best model is chosen anew"
-        run.log.say(labelled("best", text))
-        return None
-    return best
+        return None, other, f"{path}: was chosen on other validation rows"
+    return best, None, ""

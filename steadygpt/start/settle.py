@@ -123,8 +123,10 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
     step = start.state.step
     if config.cools_down and step < cooldown_start(config):
         text = f"starts at step {cooldown_start(config):,}; {STABLE} is saved just before"
+        if start.state.cooled_down:
+            text = f"starts again at step {cooldown_start(config):,}, with weights that were cooled down before"
         notes.append(labelled("cool-down", f"{text}. To train longer: --resume stable --max_steps N"))
-    if start.checkpoint and step >= max(1, config.warmup_steps):
+    if start.checkpoint:
         stored = replace(TrainConfig(**start.checkpoint["options"]), vocab_size=config.vocab_size)
         planned = with_steps(stored, rows_per_epoch, step, start.state.rows_consumed)
         before = learning_rate(planned, step)
@@ -135,5 +137,9 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
                 advice = "; --resume stable continues from before the decay"
             notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
         elif now < 0.9 * before:
-            notes.append(labelled("lr", f"falls from {before:.2e} to {now:.2e} at once"))
+            text = f"falls from {before:.2e} to {now:.2e} at once"
+            if step < config.warmup_steps:
+                text += f", because the warm-up now has {counted(config.warmup_steps, 'step')}; keep the old one with "
+                text += f"--warmup_steps {planned.warmup_steps}"
+            notes.append(labelled("lr", text))
     return notes

@@ -91,6 +91,14 @@ def test_lock_is_released_when_its_file_is_closed(tmp_path):
     lock_folder(tmp_path, "wait").close()
 
 
+def test_a_lock_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".lock").symlink_to("precious")
+    with refusal(f"{tmp_path}/.lock: "):
+        lock_folder(tmp_path, "wait")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # file systems that lack something
 

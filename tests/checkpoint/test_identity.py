@@ -207,7 +207,8 @@ def test_files_of_the_user_stay_in_the_folder_of_a_run(url):
 def test_settings_of_wandb_in_the_folder_are_refused(url):
     tell("start one --max_steps 3\nmkdir one/wandb; touch one/wandb/settings")
     with pytest.raises(UserError, match=r"^one/wandb/settings: .*~/\.config/wandb\b"):
-        tell("resume one --max_steps 4")
+        tell("resume one --max_steps 4 --use_wandb")
+    tell("resume one --max_steps 4")
 
 
 def test_a_restore_is_the_folder(url):

@@ -290,14 +290,14 @@ def test_files_keep_their_losses_and_the_best_model_however_often_a_run_goes_bac
     for number in range(8):
         run = run_of(config, mock_log(tmp_path))
         run.validated_on = "rows"
-        run.writer.best = best_in_folder(run, tmp_path)
+        run.writer.best = best_in_folder(run, tmp_path)[0]
         there = [*tmp_path.glob("*.pt")]
         content = run_content(0)
         content["loss"] = random.random()
         if there:
             path = random.choice(there)
             content = launched_again(load(path), f"{number:016x}")
-            run.writer.begin_at(content, path)
+            run.writer.begin_at(content, path, is_changed=False)
         run.state = TrainState(**{name: content[name] for name in TrainState.__annotations__})
         for _ in range(random.randint(1, 6)):
             state = run.state

@@ -13,6 +13,7 @@ from pathlib import Path
 from ground import (
     around_model,
     around_save_calls,
+    around_start_calls,
     around_step,
     around_write,
     before_task_batch,
@@ -75,6 +76,18 @@ def kill_at(save: int, call: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     around_save_calls(kill)
+
+
+def kill_in_start(call: int, rank: int) -> None:
+    """Replace a system call between the start of a launch and its first record by kill -9; see around_start_calls()."""
+
+    def kill(now: int, name: str, *files) -> None:
+        if now == call:
+            if name == "write":
+                write_half(*files)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    around_start_calls(kill)
 
 
 def do_in_step(step: int, do: Callable[[], object], rank: int) -> None:

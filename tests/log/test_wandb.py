@@ -187,10 +187,12 @@ def test_a_launch_that_does_not_reach_wandb_is_recorded_offline(tmp_path, wandb,
     assert wandb.runs == {"id0": [{"step": 0, "loss": 1.0}]}
 
 
-def test_wandb_that_is_not_installed_is_a_user_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")], ids=["nothing", "an empty folder wandb/"])
+def test_wandb_that_is_not_installed_is_refused_before_anything_is_written(workdir, monkeypatch, found):
+    monkeypatch.setitem(sys.modules, "wandb", found)
     with pytest.raises(UserError, match=r"(?i)^--use_wandb: .*\bpip install wandb\b"):
-        write(tmp_path, None, [])
+        run_here("--use_wandb")
+    assert [path.name for path in Path("checkpoints").iterdir()] == [".lock"]
 
 
 @pytest.mark.storm

@@ -1,12 +1,14 @@
 """What a run starts from: the options of a resumed run, and what the command changes."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import pytest
 from ground import options_of, run_content
 
-from steadygpt.base.options import UserError
+from steadygpt.base.options import UserError, read_flags
+from steadygpt.base.text import labelled
 from steadygpt.checkpoint.files import as_checkpoint
 from steadygpt.config import FIELDS, STORED, TrainConfig, parse_args
 from steadygpt.start.find import with_stored_options
@@ -24,9 +26,10 @@ def stored(config: TrainConfig, **changes) -> dict:
 def test_changed_options_are_reported():
     before = stored(TrainConfig(dropout=0.1, mini_batch_size=8, data_dir="old", embd_size=96))
     flags = ["--dropout=0.2", "--mini_batch_size=4", "--data_dir=new", "--max_lr=1e-3", "--allow_changes"]
-    config, changes = with_stored_options(*parse_args(flags), before)
+    config, notes = with_stored_options(*parse_args(flags), before)
     assert (config.dropout, config.mini_batch_size, config.data_dir, config.embd_size) == (0.2, 4, "new", 96)
-    assert changes == ["dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4", "data_dir: 'old' -> 'new'"]
+    changes = ["dropout: 0.1 -> 0.2", "mini_batch_size: 8 -> 4", "data_dir: 'old' -> 'new'"]
+    assert notes == [labelled("changed", change) for change in changes]
 
 
 def other_value(name: str) -> object:
@@ -58,7 +61,12 @@ def test_a_resume_treats_each_option_as_its_declaration_says(name):
         with pytest.raises(UserError, match=f"^--{name} .*{new!r}, .*{old!r}; .*--checkpoint_dir"):
             with_stored_options(command, {name: "flag"}, before)
     else:
-        assert with_stored_options(command, {name: "flag"}, before) == (command, [f"{name}: {old!r} -> {new!r}"])
+        notes = [labelled("changed", f"{name}: {old!r} -> {new!r}")]
+        assert with_stored_options(command, {name: "flag"}, before) == (command, notes)
+    kept, [note] = with_stored_options(command, {name: "preset"}, before)
+    assert getattr(kept, name) == old
+    flags = note.partition("type ")[2]
+    assert read_flags(TrainConfig, shlex.split(flags)) == {name: new}
 
 
 def test_the_command_of_the_first_start_also_resumes():
@@ -77,15 +85,18 @@ def test_an_option_that_is_settled_at_each_launch_is_stored_as_it_was_asked():
     assert changes == []
 
 
-def test_a_flag_of_the_first_start_still_overrides_the_preset():
-    """The preset names one folder of data; the first command mixed two."""
-    Path("mine.toml").write_text('data_dir = "one"\n')
-    before = stored(parse_args(["--config", "mine.toml", "--mix", "one,two"])[0])
-    config, changes = with_stored_options(*parse_args(["--config", "mine.toml", "--resume"]), before)
-    assert (config.mix, changes) == ("one,two", [])
+def test_a_preset_does_not_change_a_run_that_resumes():
+    """The preset names one folder of data and 20 steps; the first command mixed two and took 40."""
+    Path("mine.toml").write_text('data_dir = "one"\nmax_steps = 20\nshuffle_rows = false\nuse_wandb = true\n')
+    before = stored(parse("--config", "mine.toml", "--mix", "one,two", "--max_steps", "40", "--shuffle_rows", "on"))
+    config, [note] = with_stored_options(*parse_args(["--config", "mine.toml", "--resume"]), before)
+    assert (config.mix, config.max_steps, config.shuffle_rows) == ("one,two", 40, True)
+    assert config.use_wandb  # an option of a launch
+    assert note.startswith(labelled("preset", "mine.toml: ignored"))
+    assert note.endswith("type --max_steps 20 --data_dir one --shuffle_rows off")
     flags = ["--config", "mine.toml", "--resume", "--data_dir", "three"]
-    config, changes = with_stored_options(*parse_args(flags), before)
-    assert (config.mix, config.data_dir) == ("", "three")
+    config, _ = with_stored_options(*parse_args(flags), before)
+    assert (config.mix, config.data_dir, config.max_steps) == ("", "three", 40)
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in STORED])
