@@ -243,7 +243,7 @@ def build_and_train(start: Start, settled: Settled, data: Data, ranks: Ranks, lo
 
 def has_finished(start: Start, config: TrainConfig, ranks: Ranks) -> bool:
     """Return whether all steps are taken and status.json says "finished", which a kill may have prevented."""
-    if not start.checkpoint or config.eval_only or start.state.step < config.max_steps:
+    if not start.checkpoint or start.downloaded or config.eval_only or start.state.step < config.max_steps:
         return False
     status = read_status(Path(config.checkpoint_dir)) if ranks.is_main else {}
     return ranks.broadcast(status.get("status") == "finished")

@@ -87,12 +87,12 @@ def link_file(source: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)  # os.link refuses an existing target, such as a killed process may have left
     try:
-        os.link(source.resolve(), temporary)  # not the symbolic link that the user may have put there
-    except OSError:
-        shutil.copy2(source, temporary)
-        with temporary.open("rb") as file:
-            fsync(file.fileno())
-    try:
+        try:
+            os.link(source.resolve(), temporary)  # not the symbolic link that the user may have put there
+        except OSError:
+            shutil.copy2(source, temporary)
+            with temporary.open("rb") as file:
+                fsync(file.fileno())
         os.replace(temporary, target)
     finally:  # still there after an error, and if both names were already one file: rename() then does nothing
         temporary.unlink(missing_ok=True)
@@ -183,9 +183,12 @@ def lock_owner(folder: Path) -> str:
 def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
     """Return whether the path of a folder still leads to the lock that this process has taken there.
 
-    It no longer does after the folder was moved or deleted; another run may then use the path.
+    It no longer does after the folder was moved or deleted; another run may then use the path. A folder that cannot be
+    reached at the moment, such as on a server that restarts, may still be the same.
     """
     try:
         return os.path.samestat((folder / ".lock").stat(), os.fstat(lock.fileno()))
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True

@@ -12,6 +12,7 @@ import torch
 
 from steadygpt.base.durable import fsync_folder, leads_to_lock, link_file, write_temporary
 from steadygpt.base.options import UserError
+from steadygpt.base.retry import brief
 from steadygpt.checkpoint import files
 from steadygpt.checkpoint.files import Best
 from steadygpt.config import TrainConfig
@@ -123,13 +124,13 @@ class CheckpointWriter:
         step = content["step"]
         try:
             files.check_numbers(content)
-            self.write(content, names)
+            not_made = self.write(content, names)
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed += 1
             self.is_lost = isinstance(error, FolderLost)
             text = f"{self.folder / files.LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             missing = f"there is no {' or '.join(names)}" if names else ""
-            if any((self.folder / name).exists() for name in self.recencies) and not self.is_lost:
+            if self.recencies and not self.is_lost:
                 text += "; older saves are intact" + (f", but {missing}" if missing else "")
             elif not self.is_lost:
                 text += "; no save is in the folder"
@@ -138,16 +139,23 @@ class CheckpointWriter:
         finally:
             best = self.best_in_flight
             self.best_in_flight = None
-        if best:
+        if best and files.BEST not in not_made:
             self.best = best  # only now, so that the next model is compared with a durable one
         self.failed = 0
         self.saved_at_s = time.monotonic()
         took_s = self.saved_at_s - self.started_at_s
-        self.log.say(f"saved step {step} as {', '.join([files.LATEST, *names])} in {took_s:.1f} s")
+        made = [name for name in (files.LATEST, *names) if name not in not_made]
+        self.log.say(f"saved step {step} as {', '.join(made)} in {took_s:.1f} s")
+        if not_made:
+            reason = brief(next(iter(not_made.values())))
+            self.log.warn(f"{self.folder}: step {step} was not saved as {', '.join(not_made)}: {reason}", "save failed")
         self.after_write()
 
-    def write(self, content: Mapping[str, Any], names: Sequence[str]) -> None:
+    def write(self, content: Mapping[str, Any], names: Sequence[str]) -> dict[str, OSError]:
         """Write a checkpoint as latest.pt and `names`, keep the previous one as backup, delete old ones of each tier.
+
+        Returns: the names that could not be made, such as for lack of space on a disk without hard links, each with its
+            error.
 
         Raises: FolderLost, OSError.
         """
@@ -163,12 +171,19 @@ class CheckpointWriter:
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
             self.check_folder()  # again: writing gigabytes takes a while
+            links = [(temporary, name) for name in names]
             # The user may have moved latest.pt.
             if recencies.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
-                link_file(latest, self.folder / files.BACKUP)
-            for name in names:  # best_model.pt is the last one, after all that may fail for lack of space
-                link_file(temporary, self.folder / name)
-                recencies[name] = recency
+                links.insert(0, (latest, files.BACKUP))
+            not_made = {}
+            for source, name in links:
+                try:
+                    link_file(source, self.folder / name)
+                except OSError as error:  # the save itself is complete, and needs no more space
+                    not_made[name] = error
+                    continue
+                if source is temporary:
+                    recencies[name] = recency
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # a file of gigabytes, which would stay until the next save
@@ -178,6 +193,7 @@ class CheckpointWriter:
         for name in files.too_old(recencies, self.config.keep_checkpoints, self.config.keep_epochs):
             (self.folder / name).unlink(missing_ok=True)
             del recencies[name]
+        return not_made
 
     def check_folder(self) -> None:
         if not leads_to_lock(self.folder, self.lock):

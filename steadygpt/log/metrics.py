@@ -81,6 +81,8 @@ class LineFile:
             return not os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
         except FileNotFoundError:
             return True
+        except OSError:  # it cannot be reached at the moment
+            return False
 
 
 def line_of(step: int, values: Mapping[str, Any]) -> str:

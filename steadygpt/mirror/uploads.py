@@ -80,7 +80,10 @@ class Uploads:
             try:
                 if pause_s:
                     self.mirror.connect()
-                self._upload_newest()
+                try:
+                    self._upload_newest()
+                finally:
+                    self.copy.unlink(missing_ok=True)
                 pause_s = 0.0
                 self.failing_since_s = math.inf
             except UserError as error:
@@ -93,8 +96,6 @@ class Uploads:
                 pause_s = min(2 * pause_s or 1.0, LONGEST_PAUSE_S)
                 time.sleep(pause_s)
                 self.start()
-            finally:
-                self.copy.unlink(missing_ok=True)
             self.requests.task_done()
 
     def _upload_newest(self) -> None:

@@ -1,5 +1,6 @@
 """Texts about a run: the result of a validation, and the summary at the end."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,12 +62,12 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
 
     folder = Path(config.checkpoint_dir)
     flag = run_flags(config.checkpoint_dir)
-    if not folder.exists():
+    if not os.path.exists(folder):  # noqa: PTH110 (Path.exists may raise)
         lines["next"] = f"nothing to resume in {folder}; if it was moved: --resume latest --checkpoint_dir NEW_FOLDER"
-    elif not (folder / LATEST).exists():
+    elif not os.path.exists(folder / LATEST):  # noqa: PTH110
         lines["next"] = f"nothing to resume: {folder / LATEST} does not exist"
     elif status == "finished":
-        which = "best" if (folder / BEST).exists() else "latest"
+        which = "best" if os.path.exists(folder / BEST) else "latest"  # noqa: PTH110
         lines["next"] = f"python generate.py {which}{flag}, or python convert_hf.py {which} hf_model{flag}"
     elif status == "stopped":
         processes = run.ranks.world_size

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -235,21 +236,37 @@ def test_without_hard_links_each_name_is_a_copy(writer, monkeypatch, tmp_path):
     assert steps(tmp_path) == {"latest.pt": 8, "latest_backup.pt": 4, **rolling}
 
 
-def test_a_failed_save_names_the_missing_files_and_leaves_those_it_was_linked_to_alone(writer, monkeypatch, tmp_path):
+def test_a_disk_without_hard_links_and_without_room_for_a_copy_has_the_save(writer, monkeypatch, tmp_path):
+    """Whichever names have no room, also the backup and the best model."""
     writer.roll(10)
-    real = writers.link_file
+    real = shutil.copy2
+    for number, missing in enumerate(product((False, True), repeat=4)):
+        step = 20 + number
+        names = (ROLLING.format(step), f"epoch_{step:05d}.pt", "best_model.pt")
+        has_no_room = [
+            name for name, is_missing in zip((*names, "latest_backup.pt"), missing, strict=True) if is_missing
+        ]
 
-    def no_epoch(source, target):
-        (fail(errno.EIO) if "epoch" in target.name else real)(source, target)
+        def copy(source, target, has_no_room=has_no_room):
+            real(source, target)
+            if Path(target).name[1:].removesuffix(".tmp") in has_no_room:
+                fail(errno.ENOSPC)()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(writers, "link_file", no_epoch)
-        writer.roll(20, ROLLING.format(20), "epoch_00001.pt")
-    assert writer.failed and not [*tmp_path.glob(".*.tmp")]
-    [warning], _ = writer.log.warn.call_args
-    assert re.search(r"step 20 was not saved: .*; older saves are intact, but there is no .*epoch_00001\.pt$", warning)
-    writer.roll(30)
-    assert steps(tmp_path) == {"latest.pt": 30, "latest_backup.pt": 10, ROLLING.format(20): 20}
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "link", fail(errno.EPERM))
+            patched.setattr(shutil, "copy2", copy)
+            writer.log.warn.reset_mock()
+            before = writer.best
+            writer.save(step, run_content(step, scores={"val_loss": 1 / step}, validated_on="rows"), [*names])
+        assert not writer.failed and not [*tmp_path.glob(".*.tmp")]
+        found = steps(tmp_path)
+        assert found["latest.pt"] == step
+        for name in names:
+            assert (found.get(name) == step) == (name not in has_no_room)
+        assert (writer.best == before) == ("best_model.pt" in has_no_room)
+        warnings = [call.args[0] for call in writer.log.warn.call_args_list]
+        assert len(warnings) == bool(has_no_room)
+        assert all(name in warnings[0] for name in has_no_room)
 
 
 def test_saves_continue_after_the_user_has_moved_the_latest(writer, tmp_path):

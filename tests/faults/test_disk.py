@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -13,7 +14,18 @@ from pathlib import Path
 
 import pytest
 from conftest import folders, load, run_here, scalars
-from ground import SCORE_FILES, acting_here, assert_same_state, best_model, evaluations, heads, launch_in, verified
+from ground import (
+    SCORE_FILES,
+    acting_here,
+    around_step,
+    assert_same_state,
+    best_model,
+    evaluations,
+    heads,
+    launch_in,
+    metrics,
+    verified,
+)
 from harness import Run, error_line, run_to_end
 from injected import do_in_step, fail_save, signal_at
 
@@ -207,3 +219,32 @@ def test_files_after_100_saves_with_keep_checkpoints_3(workdir, capsys):
     assert epoch["epoch"] == pytest.approx(372 / 74)
     assert re.fullmatch(r"[0-9a-f]{12}\+?", commit := launch_in("run/epoch_00005.pt").settings["commit"])
     assert f"version      {__version__}, commit {commit[:12]}" in Path("run/log.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOTCONN])
+def test_a_folder_that_cannot_be_reached_for_a_while_does_not_end_the_run(workdir, monkeypatch, number):
+    """Everything below it fails during the steps 4 to 8, as after an expired ticket; then saves work again."""
+    flags = ("--max_steps", "12", "--checkpoint_freq", "2", "--dropout", "0.1")
+    assert run_here(*folders("undisturbed"), *flags) == 0
+    steps = []
+
+    def failing(function):
+        def wrapper(path, *args, **options):
+            is_out_of_reach = bool(steps) and 4 <= steps[-1] < 8
+            if is_out_of_reach and not isinstance(path, int) and "run" in Path(os.fsdecode(path)).parts:
+                raise OSError(number, os.strerror(number), path)
+            return function(path, *args, **options)
+
+        return wrapper
+
+    count_steps = partial(around_step, lambda step, stop: steps.append(step))
+    with acting_here(lambda rank: count_steps()), monkeypatch.context() as patch:
+        for owner, names in ((os, "stat lstat open link replace rename unlink scandir listdir"), (io, "open")):
+            for name in names.split():
+                patch.setattr(owner, name, failing(getattr(owner, name)))
+        assert run_here(*folders("run"), *flags) == 0
+    assert_same_state(load("undisturbed/latest.pt"), load("run/latest.pt"))
+    assert metrics("undisturbed", "loss") == metrics("run", "loss")
+    assert {path.name for path in Path("run").glob("rolling*")} >= {"rolling_step_000010.pt", "rolling_step_000012.pt"}
+    warnings = json.loads(Path("run/status.json").read_text())["warnings"]
+    assert any("was not saved" in warning for warning in warnings)

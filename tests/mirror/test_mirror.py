@@ -1,5 +1,6 @@
 """Mirrors: what is uploaded and when, what stays there, and runs restored from one on an empty machine."""
 
+import errno
 import json
 import os
 import re
@@ -254,6 +255,27 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
     assert "uploaded step 2 as latest.pt, rolling_step_000002.pt" in done
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_an_error_after_an_upload_does_not_end_uploads(saver_in, monkeypatch, number):
+    """The copy of the uploaded file cannot be removed at the moment."""
+    saver = saver_in("here")
+    errors = [OSError(number, os.strerror(number))]
+    unlink = Path.unlink
+
+    def failing(path, *args, **options):
+        if path.name == ".upload.tmp" and errors:
+            raise errors.pop()
+        unlink(path, *args, **options)
+
+    monkeypatch.setattr(Path, "unlink", failing)
+    saver.roll(1)
+    assert saver.uploaded()["latest.pt"] == 1
+    saver.roll(2)
+    assert saver.uploaded()["latest.pt"] == 2
+    assert any("; retrying until they succeed" in report for report in saver.reports())
+    assert not Path(saver.folder, ".upload.tmp").exists()
+
+
 def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s3, tmp_path):
     saver = Saver(tmp_path / "here", f"{s3.url}/run")
     for step, content in ((1, "1\n"), (2, "1\n"), (3, "1\n2\n")):
@@ -364,6 +386,13 @@ def test_newer_one_of_folder_and_mirror_wins(older, url, capsys):
     tell("rm -r there\nresume one --max_steps 10 --mirror $URL")
     assert resumed(capsys) == "resumed      from one/latest.pt at step 8"
     assert uploaded(url)["latest.pt"] == 10
+
+
+def test_a_finished_run_that_another_machine_extended_is_restored_and_finished(older, url, capsys):
+    for end in ("finished after 6 steps; ", "one: this run is finished, at step 6."):
+        tell(f"resume one {FLAGS} --max_steps 6 --mirror $URL")
+        assert end in capsys.readouterr().out
+        assert verified("one/latest.pt")["step"] == 6
 
 
 def test_upload_all_does_not_replace_what_is_newer(older, url):
