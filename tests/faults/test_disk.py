@@ -237,6 +237,7 @@ def test_a_folder_that_cannot_be_reached_for_a_while_does_not_end_the_run(workdi
 
         return wrapper
 
+    monkeypatch.setattr("steadygpt.log.runlog.HEARTBEAT_S", 0.0)
     count_steps = partial(around_step, lambda step, stop: steps.append(step))
     with acting_here(lambda rank: count_steps()), monkeypatch.context() as patch:
         for owner, names in ((os, "stat lstat open link replace rename unlink scandir listdir"), (io, "open")):
