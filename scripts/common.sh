@@ -26,6 +26,7 @@ count_processes() {  # set gpus, and nproc: NPROC, or the number of GPUs, but at
 set_command() {  # FLAG...: set command, which trains on nproc processes
     command=(python "$repo/train.py" "$@")
     if [ "$nproc" -gt 1 ]; then
-        command=(torchrun --standalone --nproc_per_node="$nproc" "$repo/train.py" "$@")
+        # With an address, torchrun does not wait minutes for the name of a machine that no server knows.
+        command=(torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node="$nproc" "$repo/train.py" "$@")
     fi
 }

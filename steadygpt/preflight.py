@@ -22,6 +22,11 @@ def launch() -> None:
     # programs run. OMP_WAIT_POLICY=PASSIVE, no spinning, makes small steps on idle cores 7 % slower.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries of torch would end the process without a reason
+        print("error: the working directory was deleted; change to another one with cd", file=sys.stderr)
+        sys.exit(2)
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing or sys.version_info < (3, 11):
         version = ".".join(map(str, sys.version_info[:2]))

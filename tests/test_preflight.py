@@ -61,6 +61,15 @@ def test_a_python_without_the_packages_is_named_in_one_line(command):
     assert re.fullmatch(r"error: \S+ is Python 3\.\d+ without torch; expected .* Try: .*activate\n", done.stderr)
 
 
+def test_a_deleted_working_directory_is_named_in_one_line(tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    command = f"rmdir {here} && {sys.executable} {REPO}/train.py --help"
+    done = subprocess.run(command, cwd=here, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the working directory was deleted; ") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(("program", "given", "expected"), [
     ("train.py", None, "10000 SIG_DFL"),
     ("scripts/upload_manager.py", None, "10000 SIG_DFL"),

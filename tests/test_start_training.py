@@ -115,7 +115,7 @@ def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     _, screen = on_terminal(script, preset("test"), "1\n", "4\n", "2\n", "\x03")
     assert "1) 1\n2) 2\n3) 3\nGPUs to use: 4\nfound '4';" in screen
-    assert "torchrun --standalone --nproc_per_node=2 " in screen
+    assert "torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node=2 " in screen
 
 
 def test_without_data_the_standard_library_is_prepared_and_ctrl_d_starts_nothing(script):

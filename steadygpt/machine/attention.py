@@ -42,6 +42,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropo
 def is_short_on_cpu(q: Tensor) -> bool:
     """Return whether attention_in_blocks() computes attention for these queries: short rows of bf16 on a CPU."""
     is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= SHORT_ROW
+    if torch.compiler.is_compiling():  # the setting below would break the graph
+        return is_short
     return is_short and torch.backends.cuda.math_sdp_enabled()  # this setting is for a CPU too, in spite of its name
 
 
