@@ -28,7 +28,7 @@ from model import GPTConfig, sketch_of
 from steadygpt.base.durable import fsync, fsync_folder, replace_file
 from steadygpt.base.options import UserError, option, parse_options, run_cli
 from steadygpt.base.progress import say
-from steadygpt.base.text import printable
+from steadygpt.base.text import command, printable
 from steadygpt.checkpoint.files import WITHOUT_RUN, CheckpointContent
 from steadygpt.convert.families import FAMILIES, find_family, to_foreign, write_config
 from steadygpt.convert.weights import (
@@ -149,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if target.suffix in (".safetensors", ".bin", ".pth", ".ckpt"):
         raise UserError(f"{target}: expected the name of a new folder, or of a checkpoint file: NAME.pt")
     if target.suffix in MADE_FROM_FOLDERS:
-        program, command = MADE_FROM_FOLDERS[target.suffix]
+        program, its_command = MADE_FROM_FOLDERS[target.suffix]
         raise UserError(
             f"{target}: expected a new folder, such as exported, from which {program} makes such a file: "
-            f"{command.format(target=target)}"
+            f"{its_command.format(target=target)}"
         )
     if target.exists():
         raise UserError(f"{target}: already exists; expected the name of a new file or folder")
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             replace_file(target, lambda file: torch.save(content, file))
         except OSError as error:
             raise UserError(f"{target}: cannot be written ({error})") from error
-        use = f"python generate.py {target}, or python train.py --init_from {target} --data_dir FOLDER"
+        use = f"{command('generate.py')} {target}, or {command('train.py')} --init_from {target} --data_dir FOLDER"
         record = TokenizerRecord.of(checkpoint)
         if record.is_file and not record.tokenizer_json:
             notes.append(

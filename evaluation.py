@@ -43,6 +43,7 @@ def evaluate(run: Run, everything: bool) -> bool:
     if not any(due(freq) for freq in (config.eval_freq, config.hellaswag_freq, config.sample_freq)):
         return False
     run.log.note(doing="evaluating")
+    run.log.beat(now=True)
     if due(config.eval_freq) and run.val_sets:
         validate_all(run)
     if due(config.hellaswag_freq) and run.hellaswag:

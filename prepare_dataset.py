@@ -32,7 +32,7 @@ from pathlib import Path
 from steadygpt.base.durable import existing, lock_folder, replace_file
 from steadygpt.base.options import OptionError, UserError, option, parse_options, run_cli
 from steadygpt.base.progress import ProgressBar, say
-from steadygpt.base.text import bytes_text, counted
+from steadygpt.base.text import bytes_text, command, counted
 from steadygpt.data.encoders import Library
 from steadygpt.data.shards import DEFAULT_FOLDER, MANIFEST, token_dtype
 from steadygpt.data.tokenizer import (
@@ -291,7 +291,7 @@ def next_command(manifest: Manifest, out: Path) -> str:
     if is_small:
         run = shlex.quote(out.absolute().name)
         flags = f"--config quickstart {flags} --checkpoint_dir checkpoints/{run}"
-    return f"next: python train.py {flags}"
+    return f"next: {command('train.py')} {flags}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

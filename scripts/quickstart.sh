@@ -14,15 +14,8 @@ run=checkpoints/quickstart
 echo; echo "== 1/4  data: the Python standard library, as bytes"
 python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib | sed '/^next:/d'  # the next step follows
 echo; echo "== 2/4  training (Ctrl-C stops and saves; run this script again to resume)"
-if [ -e $run/latest.pt ]; then  # with the options of the run, which may have been extended
-    python train.py --resume latest --checkpoint_dir $run
-else
-    python train.py --config quickstart --resume auto
-fi
-if ! grep -q '"status": "finished"' $run/status.json; then
-    echo; echo "stopped and saved; run ./scripts/quickstart.sh again to resume"
-    exit
-fi
+python train.py --config quickstart --resume auto
+grep -q '"status": "finished"' $run/status.json || exit 0  # stopped and saved
 echo; echo "== 3/4  checkpoints"
 ./list_checkpoints.sh $run
 echo; echo "== 4/4  a sample: the model completes the first lines of a class"

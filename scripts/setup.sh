@@ -28,7 +28,8 @@ expected=$(version "$python")
 stamp=.venv/installed-$(cat scripts/requirements.txt "$list" | cksum | cut -d' ' -f1)
 if [ ! -f "$stamp" ]; then
     echo "installing $list into .venv"
-    trap 'exit 130' INT  # pip answers Ctrl-C with the status of an error
+    # pip answers Ctrl-C with the status of an error.
+    trap 'echo "stopped; run it again to continue the installation" >&2; exit 130' INT
     [ -n "$found" ] || rm -rf .venv
     # A Ctrl-C during an earlier start may have left a part of .venv. It gets pip first and activate last.
     # These seconds ignore Ctrl-C, which Python would answer with a traceback; the trap has the signal afterwards.

@@ -8,14 +8,16 @@ use_python torch
 count_processes
 
 choose() {  # HEADING CHOICES: ask for one of the lines by its number; set chosen to what precedes its first colon
-    local PS3="$1: " IFS=$'\n' COLUMNS=1  # one choice a line
+    local answer
     echo
-    select chosen in $2; do
+    nl -w 2 -s ') ' <<< "$2"
+    while read -r -p "$1 (Enter for 1): " answer; do
+        chosen=$(awk -v number="${answer:-1}" 'NR == number' <<< "$2")
         if [ -n "$chosen" ]; then
             chosen=${chosen%%:*}
             return
         fi
-        echo "found '$REPLY'; expected the number of a line"
+        echo "found '$answer'; expected the number of a line"
     done
     echo; echo "nothing was started"; exit 1  # Ctrl-D
 }
@@ -23,7 +25,9 @@ choose() {  # HEADING CHOICES: ask for one of the lines by its number; set chose
 is_guided=
 if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
     is_guided=1
-    choose Preset "$(cd "$repo/configs" && grep '^description' *.toml | sed 's/\.toml:.*= "\(.*\)"/: \1/')"
+    # By size, after the quickstart: "0.84 test: DESCRIPTION" without the number.
+    line='s/^(.*)\.toml:.*= "(.* ([0-9]*),?([0-9.]+) M .*)"/\3\4 \1: \2/; s/^.* quickstart:/0 quickstart:/'
+    choose Preset "$(cd "$repo/configs" && grep '^description' *.toml | sed -E "$line" | sort -n | cut -d ' ' -f 2-)"
     preset=$chosen
     folders=$(ls data/{,*/}*train*.{npy,bin} 2>/dev/null | sed 's|/[^/]*$||' | sort -u || true)
     if [ -z "$folders" ]; then

@@ -297,7 +297,7 @@ def _on_preset(flags: dict, read_by: tuple[str, ...] = ()) -> dict:
         written.pop("description", "")  # which ./start_training.sh shows
         for option, value in written.items():
             if not isinstance(value, bool | int | float | str) or "\0" in str(value):
-                raise UserError(f"{option} is {value!r:.50}; expected NAME = VALUE, where VALUE is a text or a number")
+                raise UserError(f"{option} is {value!r:.50}; expected NAME = VALUE, a text without NUL or a number")
         argv = [f"--{option}={value}" for option, value in written.items()]
         preset = _on_preset(read_flags(TrainConfig, argv, ABOUT), (*read_by, name))
     except (ValueError, RecursionError) as error:  # a ValueError: invalid TOML or UTF-8, or too large a number

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 from standin import StandIn
 from stores import gcs, s3, store  # noqa: F401 (fixtures)
@@ -24,6 +25,7 @@ import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
 
+from steadygpt.base import text
 from steadygpt.base.durable import sha256_of
 from steadygpt.base.options import UserError
 from steadygpt.data.shards import _mapped
@@ -86,8 +88,9 @@ def pytest_addoption(parser) -> None:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    """The working directory: empty, and of this test alone."""
+    """The working directory: empty, and of this test alone. Commands are printed as in the repository."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text, "ROOT", SimpleNamespace(samefile=lambda path: True))
     return tmp_path
 
 

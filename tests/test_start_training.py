@@ -72,7 +72,7 @@ def on_terminal(script: Path, *answers: str) -> tuple[int, str]:
             screen += os.read(terminal, 4096).decode()
         except OSError:  # the script has ended
             break
-        asked = len(re.findall(r"^(?:Preset|Data .*|GPUs to use): |to cancel: ", screen, re.MULTILINE))
+        asked = len(re.findall(r"^(?:Preset|Data .*|GPUs to use) \(Enter for 1\): |to cancel: ", screen, re.MULTILINE))
         for answer in answers[questions:asked]:
             os.write(terminal, answer.encode())
         questions = asked
@@ -87,8 +87,12 @@ def stop(screen: str) -> int:
 
 
 def preset(name: str) -> str:
-    """Return the number of a preset, as a line that is typed."""
-    return f"{1 + sorted(path.stem for path in (REPO / 'configs').glob('*.toml')).index(name)}\n"
+    """Return the number of a preset, as a line that is typed: the quickstart is first, then they come by size."""
+    sizes = {}
+    for path in (REPO / "configs").glob("*.toml"):
+        [size] = re.findall(r" ([\d,.]+) M parameters", path.read_text())
+        sizes[path.stem] = float(size.replace(",", "")) if path.stem != "quickstart" else 0.0
+    return f"{1 + sorted(sizes, key=sizes.__getitem__).index(name)}\n"
 
 
 def test_answers_become_the_flags_of_training_in_the_background(script):
@@ -98,9 +102,9 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
     status, screen = on_terminal(script, "99\n", preset("test"), "2\n", "\n")
     assert status == 0, screen
     assert re.search(
-        r"^ ?6\) gpt2: GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB$", screen, re.MULTILINE
+        r"^ ?3\) gpt2: GPT-2 small: 124.4 M parameters, context 1,024, a GPU of 24 GB$", screen, re.MULTILINE
     )
-    assert "Preset: 99\nfound '99'; expected the number of a line\n" in screen
+    assert "Preset (Enter for 1): 99\nfound '99'; expected the number of a line\n" in screen
     folders = "--checkpoint_dir checkpoints/test-2"
     flags = f"--config test --data_dir data/more --use_tensorboard {folders}"
     assert f"train.py {flags}\nthe plan\n" in screen and f"output of {flags}\n" in screen
@@ -114,15 +118,17 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
 def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     _, screen = on_terminal(script, preset("test"), "1\n", "4\n", "2\n", "\x03")
-    assert "1) 1\n2) 2\n3) 3\nGPUs to use: 4\nfound '4';" in screen
+    assert " 1) 1\n 2) 2\n 3) 3\nGPUs to use (Enter for 1): 4\nfound '4';" in screen
     assert "torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node=2 " in screen
 
 
 def test_without_data_the_standard_library_is_prepared_and_ctrl_d_starts_nothing(script):
     shutil.rmtree("data")
     status, screen = on_terminal(script, preset("test"), "1\n", "\x04")
-    assert status == 1 and "prepares --source stdlib --tokenizer bytes --out data/stdlib\n\n1) data/stdlib\n" in screen
+    assert status == 1 and "prepares --source stdlib --tokenizer bytes --out data/stdlib\n\n 1) data/stdlib\n" in screen
     assert not Path("checkpoints").exists()
+    _, screen = on_terminal(script, "\n", "\n", "\x03")
+    assert "train.py --config quickstart --data_dir data/stdlib" in screen
     status, screen = on_terminal(script, "\x04")
     assert status == 1 and screen.endswith("nothing was started\n")
 

@@ -55,8 +55,16 @@ def write_temporary(
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:  # gzip's errors have no errno
             error.filename = str(temporary)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and has_no_inodes(path.parent):
+            error.strerror = f"{error.strerror}: no inodes are left for new files (df -i)"
         raise
     return temporary
+
+
+def has_no_inodes(folder: Path) -> bool:
+    """Return whether the file system of a folder has no inodes left, although it may have space."""
+    disk = os.statvfs(folder)
+    return disk.f_files > 0 and disk.f_favail == 0  # without files, it has no such limit
 
 
 def open_new(path: Path, cached: bool) -> IO[bytes]:

@@ -6,8 +6,10 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
+ROOT = Path(__file__).resolve().parent.parent.parent  # of the repository
 MAX_NAME = 200  # characters of the name of a run
 # Byte-order marks. UTF-32 comes first, because its little-endian mark begins with UTF-16's.
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
@@ -98,6 +100,16 @@ def some(texts: Sequence[str], noun: str, most: int = 8) -> list[str]:
 def labelled(label: str, text: str) -> str:
     """Return a line of the plan or the summary: every text begins in the same column."""
     return f"{label:<13}{text}"
+
+
+def command(name: str) -> str:
+    """Return how to type a command of the repository, such as generate.py, in the working directory."""
+    path = name
+    if not ROOT.samefile("."):
+        path = shlex.quote(str(ROOT / name))
+    elif "/" not in name and name.endswith(".sh"):
+        path = f"./{name}"
+    return f"python {path}" if name.endswith(".py") else path
 
 
 def run_flags(folder: str, mirror: str = "") -> str:

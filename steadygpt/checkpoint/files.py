@@ -296,19 +296,21 @@ class Best(NamedTuple):
         return None if val_loss is None else cls(val_loss, head.step, head.validated_on)
 
 
-def no_checkpoints(folder: Path) -> UserError:
-    """Return the error for a folder without checkpoints, which names the subfolder with the newest ones."""
-    if Path(folder, "config.json").exists():
-        return UserError(f"{folder}: a Hugging Face folder, not one of a run; start a run with --init_from {folder}")
-    found_below = []
+def newest_below(folder: Path) -> Path | None:
+    """Return the subfolder with the newest checkpoint, if any has one."""
+    found = []
     for subfolder in folder.glob("*/"):
         with suppress(Unreadable):
-            found_below += [(file.recency, file.path.parent) for file in scan(subfolder)]
-    if found_below:
-        _, newest_folder = max(found_below)
-        advice = f", such as {newest_folder}"
-    else:
-        advice = ""
+            found += [(file.recency, file.path.parent) for file in scan(subfolder)]
+    return max(found)[1] if found else None
+
+
+def no_checkpoints(folder: Path) -> UserError:
+    """Return the error for a folder without checkpoints."""
+    if Path(folder, "config.json").exists():
+        return UserError(f"{folder}: a Hugging Face folder, not one of a run; start a run with --init_from {folder}")
+    below = newest_below(folder)
+    advice = f", such as {below}" if below else ""
     return UserError(f"no checkpoints in {folder}; give another folder{advice}")
 
 

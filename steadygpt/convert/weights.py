@@ -1,6 +1,7 @@
 """Weights of SteadyGPT, nanoGPT and Hugging Face: reading, comparing with a run, loading into a model."""
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import re
@@ -18,7 +19,7 @@ from model import GPT, TABLES, GPTConfig, sketch_of
 from steadygpt.base.foreign import ADAPTER, what_it_begins_as, what_it_is
 from steadygpt.base.options import OptionError, UserError, kind_of, option
 from steadygpt.base.progress import say
-from steadygpt.base.text import counted, labelled, some
+from steadygpt.base.text import command, counted, labelled, some
 from steadygpt.base.typed import Count, parse_json, read_json
 from steadygpt.checkpoint.files import (
     FORMAT_VERSION,
@@ -68,7 +69,7 @@ def read_weights(source: str, tokenizer: str = "", download: bool = True) -> dic
     if not source:
         raise UserError("no source; expected a checkpoint file, a Hugging Face folder, or a name such as gpt2")
     if "://" in source:
-        to_download = f"scripts/upload_manager.py download latest --mirror {source}"
+        to_download = f"{command('scripts/upload_manager.py')} download latest --mirror {source}"
         raise UserError(f"{source}: expected a file, a folder or a name on the Hub; download a run with {to_download}")
     path = Path(source)
     user_record = record_named(tokenizer)
@@ -99,7 +100,11 @@ def open_weights(source: str, folder: Path, tokenizer: str = "") -> tuple[str, d
     Args:
         source: latest, best or stable of the folder; for others see read_weights.
     """
-    if source not in ("latest", *NAMED):
+    words = ("latest", *NAMED)
+    close = difflib.get_close_matches(source, words, n=1, cutoff=0.7)
+    if close and source not in words and not Path(source).exists():  # not asked of the Hub
+        raise UserError(f"{source}: no such file or folder; did you mean {close[0]}?")
+    if source not in words:
         return source, read_weights(source, tokenizer)
     path, checkpoint = open_checkpoint(source, folder)
     return str(path), with_tokenizer(checkpoint, record_named(tokenizer), path)

@@ -21,6 +21,7 @@ from steadygpt.base.durable import sha256_of
 from steadygpt.base.foreign import what_it_is
 from steadygpt.base.options import OptionError, RankError, UserError
 from steadygpt.base.progress import ProgressBar
+from steadygpt.base.text import command
 from steadygpt.base.typed import Count, FileName, read_json, typed
 
 TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".csv")  # suffixes of files that users may pass as shards
@@ -284,11 +285,12 @@ class ShardSet:
             arguments = "" if data_dir == DEFAULT_FOLDER else f" --source ... --out {folder}"
             if data_dir.suffix in TEXTS or any(path.suffix in TEXTS for path in data_dir.glob("*")):
                 arguments = f" --source {folder}"
-            stdlib = "python prepare_dataset.py --source stdlib --tokenizer bytes --out data/stdlib"
+            prepare = command("prepare_dataset.py")
+            stdlib = f"{prepare} --source stdlib --tokenizer bytes --out data/stdlib"
             no_val = "; or train without validation: --eval_freq 0" if split == "val" else ""
             raise UserError(
-                f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with 'python "
-                f"prepare_dataset.py{arguments}', or without a download with '{stdlib}' and --data_dir "
+                f"no {split} shards in {data_dir} (*_{split}_*.npy or *{split}*.bin); prepare some with "
+                f"'{prepare}{arguments}', or without a download with '{stdlib}' and --data_dir "
                 f"data/stdlib{no_val}"
             )
         shards = [open_shard(f) for f in files]

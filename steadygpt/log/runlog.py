@@ -31,6 +31,7 @@ from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
+QUIET_S = 30.0  # after which a line says what the run does, whatever --log_freq
 LOAD_S = 10.0  # at least, between measurements of GPUs and memory
 MAX_WARNINGS = 5  # the last ones are in status.json
 STEP_FORMS = {
@@ -65,6 +66,7 @@ class RunLog:
             "host": socket.gethostname(), "pid": os.getpid(),
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
+        self.said_at_s = time.monotonic()
         self.load_at_s = -math.inf
         self.files: dict[str, LineFile] = {}  # LOGS; {}: only print
         self.tensorboard: TensorBoard | None = None
@@ -203,6 +205,7 @@ class RunLog:
         text = printable(text, keep="\n\t")
         stream = stream or sys.stdout
         with self.lock:
+            self.said_at_s = time.monotonic()
             if self.ranks.is_main:
                 try:
                     print(printable(brief) or text, file=stream, flush=True)
@@ -244,7 +247,13 @@ class RunLog:
             self.facts = {name: fact for name, fact in without_nan(self.facts | facts).items() if fact is not None}
 
     def beat(self, now: bool = False) -> None:
-        """Renew status.json if that is due, as a sign that the training thread makes progress; or now, and durably."""
+        """Renew status.json if that is due, as a sign that the training thread makes progress; or now, and durably.
+
+        If nothing was printed for QUIET_S, a line says what the run does.
+        """
+        doing = self.facts.get("doing")  # None at the end
+        if doing and time.monotonic() - self.said_at_s >= QUIET_S:
+            self.say(f"{doing}, at step {self.facts['step']:,} of {self.max_steps:,}")
         if now or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
             self.heartbeat_at_s = time.monotonic()
             if self._owns_folder():

@@ -1,6 +1,7 @@
 """Ranks: this process among its peers, their collectives, and how they agree to stop."""
 
 import ctypes
+import errno
 import math
 import os
 import re
@@ -136,7 +137,8 @@ class Ranks:
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"{error}; fix it, then start again"
+            advice = "raise the limit (ulimit -n 65536)" if error.errno == errno.EMFILE else "fix it"
+            problem = f"{error}; {advice}, then start again"
         if self.any(bool(problem)):
             if problem and not self.is_main:
                 problem = f"rank {self.rank} on {socket.gethostname()}: {problem}"

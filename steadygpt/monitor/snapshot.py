@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from steadygpt.base.durable import lock_owner
 from steadygpt.base.options import UserError
-from steadygpt.base.text import counted, duration_text, run_flags
+from steadygpt.base.text import command, counted, duration_text, run_flags
 from steadygpt.base.typed import read_json
 from steadygpt.log.metrics import METRICS, STATUS, Status, read_status
 
@@ -72,12 +72,16 @@ def watch(run_folder: str) -> Iterator[Snapshot]:
 
 
 def find_runs(top: Path) -> list[Path]:
-    """Return the folders that have a log or a status: first `top` if it does, then those below it, newest first."""
+    """Return the folders that have a log, a status or a process: `top` if it does, then those below, newest first."""
     changed_at: dict[Path, float] = {}
     for pattern in ("{}", "*/{}", "*/*/{}"):
         for name in (STATUS, METRICS):  # a mirror has no status.json
             for path in top.glob(pattern.format(name)):
                 with suppress(OSError):  # the user has removed it
+                    changed_at.setdefault(path.parent, path.stat().st_mtime)
+        for path in top.glob(pattern.format(".lock")):  # a run that starts has no other file yet
+            with suppress(OSError):
+                if lock_owner(path.parent):
                     changed_at.setdefault(path.parent, path.stat().st_mtime)
     if not changed_at:
         raise UserError(
@@ -164,12 +168,12 @@ def state_of(snapshot: Snapshot) -> State:
     where = run_flags(str(snapshot.folder))
     resume = ""
     if snapshot.saved_at is not None:
-        resume = "./resume_training.sh" + run_flags(str(snapshot.folder), status.get("mirror", ""))
+        resume = command("resume_training.sh") + run_flags(str(snapshot.folder), status.get("mirror", ""))
     name = status.get("status", "unknown")
     if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is from an earlier launch
         return State("running", f"process {snapshot.owner} has locked the folder and does not train yet")
     if name == "finished":
-        return State(name, f"after {counted(status.get('step', 0), 'step')}", f"python generate.py latest{where}")
+        return State(name, f"after {counted(status.get('step', 0), 'step')}", f"{command('generate.py')} latest{where}")
     if name != "running":
         return State(name, status.get("reason", f"no {STATUS}"), resume)
     if not snapshot.owner and is_here:  # from another machine, a lock may look free

@@ -67,12 +67,18 @@ def _lines(rows: Sequence[Row], states: Iterator[str], columns: float, usual: st
 def checkpoint_table(folder: Path, verbose: bool = False, columns: float = math.inf) -> Iterator[str]:
     """Yield the lines of --list_checkpoints. With `verbose`, verify the files, and describe the newest intact one.
 
+    In place of a folder without checkpoints, show the one below it that has the newest, as the monitor does.
+
     Args:
         columns: of the terminal.
     """
     checkpoints = files.scan(folder)
     if not checkpoints:
-        raise files.no_checkpoints(folder)
+        below = files.newest_below(folder)
+        if not below:
+            raise files.no_checkpoints(folder)
+        folder = below
+        checkpoints = files.scan(folder)
     further: list[str] = []
 
     def states() -> Iterator[str]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from steadygpt.base.text import command
 from steadygpt.checkpoint.files import BEST
 from steadygpt.log.metrics import METRICS
 from steadygpt.log.runlog import RunLog
@@ -120,8 +121,8 @@ def finish_uploads(uploads: Uploads | None, requests: Requests, log: RunLog) -> 
         log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
     wait_for_uploads(uploads, requests.take_interrupt, requests.ranks, log)
     if uploads and uploads.thread.is_alive() and not uploads.is_done():
-        command = f"scripts/upload_manager.py upload-all --mirror {uploads.mirror.url}"
-        log.warn(f"not everything is uploaded; upload the rest with {command}")
+        rest = f"{command('scripts/upload_manager.py')} upload-all --mirror {uploads.mirror.url}"
+        log.warn(f"not everything is uploaded; upload the rest with {rest}")
 
 
 def wait_for_uploads(uploads: Uploads | None, is_stopped: Callable[[], bool], ranks: Ranks, log: RunLog) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from optim import cooldown_start
-from steadygpt.base.text import counted, run_flags
+from steadygpt.base.text import command, counted, run_flags
 from steadygpt.config import TrainConfig
 from steadygpt.machine.device import PEAK_FLOPS, device_name, peak_memory_bytes
 from steadygpt.run.repeats import compare_step
@@ -44,7 +44,7 @@ class StepResult:
             return f"step {self.step}: loss {self.loss}, gradient norm {self.grad_norm}{reason}{skipped}"
         if not self.spike:
             return ""
-        look = f"python inspect_data.py --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step}"
+        look = f"{command('inspect_data.py')} --checkpoint_dir {shlex.quote(checkpoint_dir)} --step {self.step}"
         distance = f"{self.loss_z:.1f} standard deviations above the mean of the {SPIKE_WINDOW} before"
         return f"step {self.step}: loss {self.loss:.4f} is {distance}{skipped}; to see its rows: {look}"
 
@@ -100,7 +100,7 @@ class Diverged(Exception):
             f"stopping after {self}, with the weights of step {self.step}, before them. Resume with "
             f"--resume latest{folder} {flags}, or skip these tokens with a larger --max_bad_steps. If the next steps "
             "are bad too, the weights were damaged earlier: try --resume best, or an older file from "
-            "./list_checkpoints.sh"
+            f"{command('list_checkpoints.sh')}"
         )
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from steadygpt.base.text import bytes_text, counted, duration_text, labelled, run_flags, some
+from steadygpt.base.text import bytes_text, command, counted, duration_text, labelled, run_flags, some
 from steadygpt.checkpoint.files import BEST, LATEST
 from steadygpt.machine.device import peak_memory_bytes
 from steadygpt.machine.host import process_age_s
@@ -68,11 +68,11 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
         lines["next"] = f"nothing to resume: {folder / LATEST} does not exist"
     elif status == "finished":
         which = "best" if os.path.exists(folder / BEST) else "latest"  # noqa: PTH110
-        lines["next"] = f"python generate.py {which}{flag}, or python convert_hf.py {which} hf_model{flag}"
+        lines["next"] = f"{command('generate.py')} {which}{flag}, or {command('convert_hf.py')} {which} hf_model{flag}"
     elif status == "stopped":
         processes = run.ranks.world_size
         count = f"NPROC={processes} " if processes > 1 and run.ranks.is_one_machine else ""
-        lines["next"] = f"{count}./resume_training.sh{run_flags(config.checkpoint_dir, config.mirror)}"
+        lines["next"] = f"{count}{command('resume_training.sh')}{run_flags(config.checkpoint_dir, config.mirror)}"
 
     end = f"{status} ({reason})" if reason else status
     end += f" after {counted(state.step, 'step')}; checkpoints in {config.checkpoint_dir}"

@@ -1,13 +1,16 @@
 """The printed plan of a run: model, data, steps, device; with --dry_run also saves, memory and time."""
 
 import platform
+import shutil
+from pathlib import Path
 
 import torch
 
 from model import GPT, sketch_of
+from steadygpt.base.durable import existing
 from steadygpt.base.options import version_text
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
-from steadygpt.checkpoint.files import LATEST, checkpoint_bytes
+from steadygpt.checkpoint.files import LATEST, checkpoint_bytes, scan
 from steadygpt.config import TrainConfig
 from steadygpt.data.order import BLOCK_ROWS
 from steadygpt.machine.attention import kernel_name
@@ -66,7 +69,8 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
         lines["device"] += f", attention by {kernel}"
     if config.mirror:
         lines["mirror"] = config.mirror
-    return [labelled(name, text) for name, text in lines.items()]
+    note = note_of_disk(start, config, data, checkpoint_bytes(model, config.optimizer))
+    return [labelled(name, text) for name, text in lines.items()] + [note] * bool(note)
 
 
 def last_row(start: Start, config: TrainConfig) -> int:
@@ -96,6 +100,29 @@ def data_texts(start: Start, config: TrainConfig, data: Data) -> list[str]:
                 text += f" -- MORE THAN {MANY_EPOCHS}, of little benefit"
         texts.append(text)
     return some(texts, "source")
+
+
+def note_of_disk(start: Start, config: TrainConfig, data: Data, size: int) -> str:
+    """Return a warning if the checkpoints that a run keeps may not fit on the disk of its folder; "" if they do.
+
+    Args:
+        size: of a checkpoint, in bytes.
+    """
+    folder = Path(config.checkpoint_dir)
+    disk = shutil.disk_usage(existing(folder))
+    files = 2 + bool(config.eval_freq) + config.cools_down  # latest, backup, best, stable
+    if config.checkpoint_freq:
+        files += min(config.keep_checkpoints, config.max_steps // config.checkpoint_freq)
+    rows = rows_per_epoch(config, data)
+    if rows:
+        epochs = last_row(start, config) // rows
+        files += min(config.keep_epochs or epochs, epochs)
+    there = {file.inode: file.size for file in scan(folder)}
+    available = disk.free + sum(there.values())
+    if not disk.total or files * size <= available:  # a total of 0: the file system does not report its size
+        return ""
+    text = f"{bytes_text(available)} for up to {files} checkpoints of {bytes_text(size)}, {bytes_text(files * size)}"
+    return labelled("disk", f"{text} -- NOT ENOUGH: free some space, or lower --keep_checkpoints")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

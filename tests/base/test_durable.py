@@ -8,6 +8,7 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -81,6 +82,16 @@ def test_a_temporary_file_of_a_killed_process_is_replaced(tmp_path):
     replace_file(tmp_path / "file", lambda file: file.write(b"new"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(("files", "left", "has_none"), [(9, 0, True), (9, 1, False), (0, 0, False)])
+def test_a_file_system_without_inodes_is_named(tmp_path, monkeypatch, files, left, has_none):
+    """One without a limit, such as btrfs, reports 0 of 0."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=files, f_favail=left))
+    monkeypatch.setattr(Path, "open", failing(errno.ENOSPC))
+    with pytest.raises(OSError) as caught:
+        replace_file(tmp_path / "file", lambda file: file.write(b"new"))
+    assert ("df -i" in str(caught.value)) == has_none
 
 
 def test_lock_is_released_when_its_file_is_closed(tmp_path):

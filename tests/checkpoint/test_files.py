@@ -205,14 +205,16 @@ def test_no_line_of_the_table_is_longer_than_the_terminal(listed_folder, columns
 
 
 def test_a_folder_without_checkpoints_names_the_subfolder_with_the_newest_ones(tmp_path):
-    with pytest.raises(UserError, match=f"^[^/]* {tmp_path}; [^/]*$"):
-        next(checkpoint_table(tmp_path))
+    for look in (checkpoint_table, lambda folder: iter([find_checkpoint("latest", folder)])):
+        with pytest.raises(UserError, match=f"^[^/]* {tmp_path}; [^/]*$"):
+            next(look(tmp_path))
     for step, name in enumerate(("empty", "older", "newer")):
         (tmp_path / name).mkdir()
         if step:
             write_checkpoint(tmp_path / name, step, "latest.pt")
     with pytest.raises(UserError, match=f" {tmp_path}; .* {tmp_path}/newer$"):
-        next(checkpoint_table(tmp_path))
+        find_checkpoint("latest", tmp_path)  # which resumes no run that was not named
+    assert [*checkpoint_table(tmp_path)][-1] == f"1 name in {tmp_path}/newer"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

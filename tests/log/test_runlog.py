@@ -234,6 +234,21 @@ def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, m
     assert written == [None, None, 110.0, 110.0, 120.0]
 
 
+def test_a_silent_run_says_every_30_seconds_what_it_does(log, tmp_path, monkeypatch, capsys):
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    log.say("a line")
+    for doing, seconds in (("training", 29), ("training", 2), ("evaluating", 29), ("evaluating", 2)):
+        now_s[0] += seconds
+        log.note(doing=doing, step=7)
+        log.beat()
+    assert capsys.readouterr().out == "a line\ntraining, at step 7 of 10\nevaluating, at step 7 of 10\n"
+    log.status("finished")
+    now_s[0] += 100
+    log.beat()
+    assert capsys.readouterr().out == ""
+
+
 def test_records_of_several_threads_are_whole_lines(log, tmp_path):
     def record() -> None:
         for _ in range(200):

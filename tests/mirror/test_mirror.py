@@ -522,7 +522,7 @@ def test_run_that_waits_for_its_uploads_can_be_stopped(s3_url, monkeypatch, caps
     out, err = capsys.readouterr()
     assert "stopped (SIGTERM) after 2 steps" in out
     assert len(waits) == 2  # in the save and at the end; without a stop, each takes until GIVE_UP_S
-    assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
+    assert "warning: not everything is uploaded; upload the rest with python scripts/upload_manager.py" in err
 
 
 @storm
@@ -538,7 +538,7 @@ def test_unreachable_mirror(s3_url, capsys, monkeypatch):
         wait_for(lambda: not any(thread.is_alive() for thread in threads))
     out, err = capsys.readouterr()
     assert "the mirror may have a newer checkpoint: " in out
-    assert "warning: not everything is uploaded; upload the rest with scripts/upload_manager.py upload-all" in err
+    assert "warning: not everything is uploaded; upload the rest with python scripts/upload_manager.py" in err
     with refusal(f"{s3_url}: ", "EndpointConnectionError"):  # auto starts no new run beside one that it cannot see
         tell("start two --resume auto --mirror $URL")
     tell("AWS_ENDPOINT_URL=$THERE")

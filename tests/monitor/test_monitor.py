@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from conftest import REPO, refusal
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -140,6 +140,15 @@ def test_a_run_whose_process_was_killed_has_lost_its_lock(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_run_that_has_only_locked_its_folder_starts(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "one"):
+        with lock_folder(folder, ""):
+            assert monitor_training.main([str(tmp_path), "--once"]) == 0
+            assert f"process {os.getpid()} on {HERE} has locked the folder" in " ".join(capsys.readouterr().out.split())
+    with refusal(f"{tmp_path}: no run"):
+        monitor_training.main([str(tmp_path), "--once"])
 
 
 def test_a_start_waits_for_a_monitor_that_asks_the_lock(tmp_path):

@@ -3,13 +3,15 @@
 import itertools
 import os
 import re
+import shlex
 
 import monitor_training
 import pytest
 import torch
-from conftest import in_ranks, run_here
+from conftest import REPO, in_ranks, run_here
 from ground import forget_scores, metrics
 
+from steadygpt.base import text
 from steadygpt.log.metrics import read_status
 
 
@@ -33,8 +35,8 @@ def test_summary_is_shown_logged_and_in_status_json(workdir, capsys):
     assert float(found["cost"].replace(",", "")) > 1
     assert re.fullmatch(r"paused training for \d+\.\d s, \d+\.\d\d% of the time", found["saves"])
     assert found["next"] == "python generate.py best, or python convert_hf.py best hf_model"
-    for text in (capsys.readouterr().out, (workdir / "checkpoints/log.txt").read_text()):
-        assert text.endswith("\n".join(read_status(workdir / "checkpoints")["summary"]) + "\n")
+    for said in (capsys.readouterr().out, (workdir / "checkpoints/log.txt").read_text()):
+        assert said.endswith("\n".join(read_status(workdir / "checkpoints")["summary"]) + "\n")
 
 
 def test_summary_counts_skipped_updates(workdir, inject):
@@ -66,7 +68,19 @@ def stop_one_of_two() -> int:
 
 def test_the_next_command_resumes_on_as_many_processes(workdir):
     in_ranks(2, stop_one_of_two)
-    assert summary(workdir)["next"] == "NPROC=2 ./resume_training.sh"
+    assert summary(workdir)["next"] == f"NPROC=2 {REPO}/resume_training.sh"
+
+
+def test_a_command_is_printed_as_it_works_in_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr(text, "ROOT", tmp_path / "it's")
+    (tmp_path / "it's").mkdir()
+    for name in ("generate.py", "resume_training.sh", "scripts/upload_manager.py"):
+        there = shlex.quote(f"{tmp_path}/it's/{name}")
+        assert text.command(name) == (f"python {there}" if name.endswith(".py") else there)
+    monkeypatch.chdir(tmp_path / "it's")
+    assert text.command("generate.py") == "python generate.py"
+    assert text.command("resume_training.sh") == "./resume_training.sh"
+    assert text.command("scripts/upload_manager.py") == "python scripts/upload_manager.py"
 
 
 def test_the_next_command_keeps_the_mirror_as_the_monitors_does(workdir, url, capsys):

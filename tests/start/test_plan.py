@@ -1,7 +1,9 @@
 """The plan: data, steps, and with --dry_run also saves, memory, time and cost."""
 
 import re
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from steadygpt.start.plan import saves_text, time_text
 CONFIG = TrainConfig(precision="bf16", gpu_hour_cost=2.5, max_steps=2000)
 FOUR = Ranks(torch.device("cpu"), world_size=4)
 MODEL = sketch_of(CONFIG.shape(50257))
+SHAPE = {"num_layers": 2, "num_heads": 2, "embd_size": 16, "context_length": 16, "vocab_size": 257}  # of TINY
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -100,6 +103,21 @@ def test_plan_of_a_preset_assumes_the_default_data_until_there_is_some(capsys):
 def test_plan_without_data_says_how_long_the_run_is(workdir, capsys, flags, planned):
     assert run_here("--dry_run", *"--data_dir nowhere --tokenizer bytes".split(), *flags.split()) == 0
     assert re.search(planned, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry_run",)], ids=["a start", "a plan"])
+def test_a_start_says_if_the_disk_has_no_room_for_all_checkpoints(workdir, monkeypatch, capsys, flags):
+    """Two rolling ones, two epochs, latest, backup and best; existing files may be replaced."""
+    flags = ("--max_steps", "4", "--checkpoint_freq", "2", "--steps_per_epoch", "2", "--eval_freq", "4", *flags)
+    run_here(*flags, "--checkpoint_dir", "other")
+    size = checkpoint_bytes(sketch_of(replace(GPTConfig(), **SHAPE)), "adamw")
+    for free in (7 * size - 1, 7 * size):
+        capsys.readouterr()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=10**12, free=free))
+        run_here(*flags, "--checkpoint_dir", f"run{free}")
+        said = capsys.readouterr().out
+        expected = f"up to 7 checkpoints of {bytes_text(size)}, {bytes_text(7 * size)} -- NOT ENOUGH: "
+        assert (expected in said) == (free < 7 * size)
 
 
 @pytest.mark.parametrize("available", [10**5, 10**9])
