@@ -281,8 +281,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
         status = 2
         if isinstance(error, RankError) or "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {without_secrets(printable(str(error)))}", file=sys.stderr)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one exits: let local rank 0 print the error
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun ends all ranks when the first one exits: wait until local rank 0, perhaps later, has printed it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(30)
     except LostRankError as error:
         status = 1
         print(f"error: {printable(str(error))}", file=sys.stderr)

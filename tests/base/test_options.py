@@ -20,7 +20,7 @@ from steadygpt.base.options import RankError, UserError, git_commit, option, par
 def ending(monkeypatch, capsys):
     """Return a function that runs a command in this process; it returns the exit status and what was printed."""
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(options.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(options.time, "sleep", lambda seconds: print(f"waits {seconds} s", file=sys.stderr))
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which Ctrl-C replaces
 
     def run(end: int | BaseException | None, **environment: str) -> tuple[int, str, str]:
@@ -79,6 +79,8 @@ def test_only_an_error_that_local_rank_0_lacks_is_printed_by_another_rank(ending
     assert ending(UserError("no memory"), LOCAL_RANK="1")[2] == "error: no memory\n"  # without torchrun
     assert ending(RankError("no memory"), **rank_1) == (2, "printed\n", "error: no memory\n")
     assert ending(UserError("no memory"), **rank_1) == (2, "printed\n", "")
+    # Importing PyTorch may take local rank 0 longer.
+    assert ending(UserError("no memory"), **rank_1, TORCHELASTIC_RUN_ID="none") == (2, "printed\n", "waits 30 s\n")
 
 
 def test_ctrl_c_in_a_constructor_prints_nothing():
