@@ -276,6 +276,14 @@ def test_step_time_does_not_include_the_evaluation_before_it(workdir, inject):
     assert metrics("checkpoints", "step_ms")[4] < 500
 
 
+def test_status_json_says_that_a_run_evaluates(workdir, inject):
+    """Also after the last step."""
+    doing = set()
+    inject.before_validation_batch(lambda: doing.add(status_of("checkpoints")["doing"]))
+    assert run_here("--eval_freq", "4", "--max_steps", "5") == 0
+    assert doing == {"evaluating"}
+
+
 def test_with_fsdp_the_whole_model_is_never_in_memory(workdir, inject):
     built = []
 

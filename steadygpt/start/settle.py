@@ -138,7 +138,7 @@ def notes_of_rates(config: TrainConfig, start: Start, rows_per_epoch: int) -> li
             notes.append(labelled("lr", f"rises from {before:.2e} to {now:.2e}{advice}"))
         elif now < 0.9 * before:
             text = f"falls from {before:.2e} to {now:.2e} at once"
-            if step < config.warmup_steps:
+            if step < config.warmup_steps and config.warmup_steps != planned.warmup_steps:
                 text += f", because the warm-up now has {counted(config.warmup_steps, 'step')}; keep the old one with "
                 text += f"--warmup_steps {planned.warmup_steps}"
             notes.append(labelled("lr", text))
