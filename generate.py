@@ -77,7 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         ends = end_ids(record, model.config.vocab_size)
         with autocast(ranks.device, choose_precision(options.precision, ranks.device)):
             texts = sample_texts(
-                model, tokenizer, ids, options.max_tokens, generator, options.num_seq, ends, options.stop, **sampling
+                model,
+                tokenizer,
+                ids,
+                options.max_tokens,
+                generator,
+                options.num_seq,
+                ends,
+                options.stop,
+                progress=True,
+                **sampling,
             )
         for number, text in enumerate(texts, start=1):
             if options.num_seq > 1:

@@ -204,9 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = open_data(start, asked, ranks)
         settled = settle(start, asked, data, ranks)
         config = settled.of_launch
-        log = stack.enter_context(RunLog(config, ranks, lock))
         if has_finished(start, config, ranks):
-            return end_finished(start, config, ranks, log)
+            return end_finished(start, config, ranks)
+        log = stack.enter_context(RunLog(config, ranks, lock))
         # Print the plan.
         with ranks.sharing_errors():
             if ranks.is_main:
@@ -249,8 +249,9 @@ def has_finished(start: Start, config: TrainConfig, ranks: Ranks) -> bool:
     return ranks.broadcast(status.get("status") == "finished")
 
 
-def end_finished(start: Start, config: TrainConfig, ranks: Ranks, log: RunLog) -> int:
+def end_finished(start: Start, config: TrainConfig, ranks: Ranks) -> int:
     """Report that the run is finished, upload what its mirror lacks, and return the exit status."""
+    log = RunLog(config, ranks)  # without the folder's lock, so status.json stays as it is
     ended = f"this run is finished, at step {start.state.step:,}"
     log.say(f"{config.checkpoint_dir}: {ended}. To continue, raise --max_steps.")
     if config.mirror and config.trains:

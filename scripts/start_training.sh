@@ -7,12 +7,13 @@ set -euo pipefail
 use_python torch
 count_processes
 
-choose() {  # HEADING CHOICES: ask for one of the lines by its number; set chosen to what precedes its first colon
-    local answer
+choose() {  # HEADING CHOICES [NUMBER]: ask for the number of a line, by default the first or NUMBER; set chosen to what
+    # precedes its first colon
+    local answer default=${3:-1}
     echo
     nl -w 2 -s ') ' <<< "$2"
-    while read -r -p "$1 (Enter for 1): " answer; do
-        chosen=$(awk -v number="${answer:-1}" 'NR == number' <<< "$2")
+    while read -r -p "$1 (Enter for $default): " answer; do
+        chosen=$(awk -v number="${answer:-$default}" 'NR == number' <<< "$2")
         if [ -n "$chosen" ]; then
             chosen=${chosen%%:*}
             return
@@ -37,7 +38,7 @@ if [ $# = 0 ] && [ -t 0 ] && [ -t 1 ]; then
     choose "Data (python prepare_dataset.py prepares more)" "$folders"
     data=$chosen
     if [ "$gpus" -gt 1 ]; then
-        choose "GPUs to use" "$(seq "$gpus")"
+        choose "GPUs to use" "$(seq "$gpus")" "$gpus"
         nproc=$chosen
     fi
     name=$preset number=1

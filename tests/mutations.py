@@ -107,7 +107,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "config.cools_down and step == cooldown_start(config) + 1 and", "run/test_schedule test_resume"),
     ("steadygpt/run/schedule.py", " and not state.cooled_down", "", "test_resume"),
     ("steadygpt/run/schedule.py", "step % freq == 0", "step % freq == 1", "run/test_schedule test_train"),
-    ("steadygpt/base/durable.py", "    except OSError:\n        return True", "", "faults/test_disk"),
+    ("steadygpt/base/durable.py", "    except OSError:\n        return True\n    try", "    try", "faults/test_disk"),
     ("steadygpt/start/folder.py", "None if start.is_fork else start.path, decided != stored)",
      "None if start.is_fork else start.path, False)", "faults/test_launch"),
     ("steadygpt/start/build.py", "parallel.settle_buckets(forward, device, shape, autocast(device, config.precision))",

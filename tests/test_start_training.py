@@ -72,7 +72,7 @@ def on_terminal(script: Path, *answers: str) -> tuple[int, str]:
             screen += os.read(terminal, 4096).decode()
         except OSError:  # the script has ended
             break
-        asked = len(re.findall(r"^(?:Preset|Data .*|GPUs to use) \(Enter for 1\): |to cancel: ", screen, re.MULTILINE))
+        asked = len(re.findall(r"^(?:Preset|Data .*|GPUs to use) \(Enter for \d\): |to cancel: ", screen, re.MULTILINE))
         for answer in answers[questions:asked]:
             os.write(terminal, answer.encode())
         questions = asked
@@ -118,7 +118,7 @@ def test_answers_become_the_flags_of_training_in_the_background(script):
 def test_gpus_are_asked_for_and_each_gets_a_process(script, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     _, screen = on_terminal(script, preset("test"), "1\n", "4\n", "2\n", "\x03")
-    assert " 1) 1\n 2) 2\n 3) 3\nGPUs to use (Enter for 1): 4\nfound '4';" in screen
+    assert " 1) 1\n 2) 2\n 3) 3\nGPUs to use (Enter for 3): 4\nfound '4';" in screen
     assert "torchrun --standalone --local_addr=127.0.0.1 --nproc_per_node=2 " in screen
 
 

@@ -16,6 +16,7 @@ from typing import IO
 from steadygpt.base.options import UserError
 
 PIECE_BYTES = 2**25  # most that an UncachedFile writes at once
+GONE = (FileNotFoundError, NotADirectoryError)  # other errors, such as of a server that restarts, do not tell
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot fsync a folder
 
 
@@ -191,12 +192,29 @@ def lock_owner(folder: Path) -> str:
 def leads_to_lock(folder: Path, lock: IO[str]) -> bool:
     """Return whether the path of a folder still leads to the lock that this process has taken there.
 
-    It no longer does after the folder was moved or deleted; another run may then use the path. A folder that cannot be
-    reached at the moment, such as on a server that restarts, may still be the same.
+    It no longer does after the folder was moved or deleted; another run may then use the path.
     """
+    return leads_to(folder / ".lock", lock)
+
+
+def leads_to(path: Path, file: IO) -> bool:
+    """Return whether a path still leads to an open file, or cannot be reached at the moment."""
     try:
-        return os.path.samestat((folder / ".lock").stat(), os.fstat(lock.fileno()))
-    except (FileNotFoundError, NotADirectoryError):
+        there = path.stat()
+    except GONE:
         return False
     except OSError:
         return True
+    try:
+        return os.path.samestat(there, os.fstat(file.fileno()))
+    except OSError:  # the open file is stale: another machine has deleted it, so the path has another one
+        return False
+
+
+def is_gone(path: Path) -> bool:
+    """Return whether nothing is at a path; False if it cannot be reached at the moment."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, GONE)
+    return False

@@ -1,4 +1,4 @@
-"""Progress bars: a moving line on a terminal, one line per minute in a log file."""
+"""Progress bars: a moving line on a terminal, a line every 30 seconds in a log file."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from steadygpt.base.text import printable
 
-LOG_INTERVAL_S = 60.0
+LOG_INTERVAL_S = 30.0
 LOG_FORMAT = (
     "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} elapsed, {remaining} remaining, {rate_fmt}{postfix}"
 )

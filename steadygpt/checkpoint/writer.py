@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 
-from steadygpt.base.durable import fsync_folder, leads_to_lock, link_file, write_temporary
+from steadygpt.base.durable import fsync_folder, is_gone, leads_to_lock, link_file, write_temporary
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import brief
 from steadygpt.checkpoint import files
@@ -124,13 +124,13 @@ class CheckpointWriter:
         step = content["step"]
         try:
             files.check_numbers(content)
-            not_made = self.write(content, names)
+            named = self.write(content, names)
         except Exception as error:  # training continues, and an exception in this thread would be lost
             self.failed += 1
             self.is_lost = isinstance(error, FolderLost)
             text = f"{self.folder / files.LATEST}: step {step} was not saved: {str(error) or type(error).__name__}"
             missing = f"there is no {' or '.join(names)}" if names else ""
-            if self.recencies and not self.is_lost:
+            if not all(is_gone(self.folder / name) for name in self.recencies) and not self.is_lost:
                 text += "; older saves are intact" + (f", but {missing}" if missing else "")
             elif not self.is_lost:
                 text += "; no save is in the folder"
@@ -139,23 +139,18 @@ class CheckpointWriter:
         finally:
             best = self.best_in_flight
             self.best_in_flight = None
-        if best and files.BEST not in not_made:
+        if best and files.BEST in named:
             self.best = best  # only now, so that the next model is compared with a durable one
         self.failed = 0
         self.saved_at_s = time.monotonic()
         took_s = self.saved_at_s - self.started_at_s
-        made = [name for name in (files.LATEST, *names) if name not in not_made]
-        self.log.say(f"saved step {step} as {', '.join(made)} in {took_s:.1f} s")
-        if not_made:
-            reason = brief(next(iter(not_made.values())))
-            self.log.warn(f"{self.folder}: step {step} was not saved as {', '.join(not_made)}: {reason}", "save failed")
+        self.log.say(f"saved step {step} as {', '.join([files.LATEST, *named])} in {took_s:.1f} s")
         self.after_write()
 
-    def write(self, content: Mapping[str, Any], names: Sequence[str]) -> dict[str, OSError]:
+    def write(self, content: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         """Write a checkpoint as latest.pt and `names`, keep the previous one as backup, delete old ones of each tier.
 
-        Returns: the names that could not be made, such as for lack of space on a disk without hard links, each with its
-            error.
+        Returns: the names besides latest.pt that it has got; the others are reported.
 
         Raises: FolderLost, OSError.
         """
@@ -171,19 +166,11 @@ class CheckpointWriter:
         temporary = write_temporary(latest, lambda file: torch.save(checkpoint, file), cached=False)
         try:
             self.check_folder()  # again: writing gigabytes takes a while
-            links = [(temporary, name) for name in names]
+            named = [name for name in names if self._link(temporary, name)]
+            recencies |= dict.fromkeys(named, recency)
             # The user may have moved latest.pt.
             if recencies.get(files.LATEST, (0.0, step))[1] != step and latest.exists():
-                links.insert(0, (latest, files.BACKUP))
-            not_made = {}
-            for source, name in links:
-                try:
-                    link_file(source, self.folder / name)
-                except OSError as error:  # the save itself is complete, and needs no more space
-                    not_made[name] = error
-                    continue
-                if source is temporary:
-                    recencies[name] = recency
+                self._link(latest, files.BACKUP)
             os.replace(temporary, latest)
         except BaseException:
             temporary.unlink(missing_ok=True)  # a file of gigabytes, which would stay until the next save
@@ -193,7 +180,16 @@ class CheckpointWriter:
         for name in files.too_old(recencies, self.config.keep_checkpoints, self.config.keep_epochs):
             (self.folder / name).unlink(missing_ok=True)
             del recencies[name]
-        return not_made
+        return named
+
+    def _link(self, path: Path, name: str) -> bool:
+        """Give a checkpoint a further name; return whether it has got it. The save itself does not depend on it."""
+        try:
+            link_file(path, self.folder / name)
+        except OSError as error:  # such as no space for a copy, where the file system has no hard links
+            self.log.warn(f"{self.folder / name}: not written: {brief(error)}", event="save failed")
+            return False
+        return True
 
     def check_folder(self) -> None:
         if not leads_to_lock(self.folder, self.lock):

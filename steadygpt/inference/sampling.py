@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from model import GPT, KVCache
+from steadygpt.base.progress import ProgressBar
 from steadygpt.data.tokenizer import Tokenizer
 from steadygpt.machine.device import CapturedGraph, any_length, evaluating
 from steadygpt.machine.parallel import is_sharded
@@ -21,6 +22,7 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     vocab_size: int | None = None,
+    progress: bool = False,
 ) -> Tensor:
     """Continue each row of idx (B, T) int64 by max_tokens sampled ids; return (B, T + max_tokens) int64.
 
@@ -31,12 +33,15 @@ def generate(
         top_k, top_p: see sample.
         generator: on idx's device; if it is not None, it is the only source of randomness.
         vocab_size: ids from vocab_size on are never sampled, because the tokenizer cannot decode them.
+        progress: show a progress bar, unless sampling is quick.
     """
     context = model.config.context_length
     cache = KVCache(model.config, idx.size(1) + max_tokens)
     step = None
     with evaluating(model), any_length():
-        for _ in range(max_tokens):
+        for _ in ProgressBar(
+            iterable=range(max_tokens), total=max_tokens, desc="sampling", unit="token", delay=3, disable=not progress
+        ):
             # Beyond the context every token has moved to another position, so the cache is no longer valid.
             fits = idx.size(1) <= context
             if fits and cache.length and can_capture(model):
@@ -137,7 +142,7 @@ def sample_texts(
         generator: on the model's device; the only source of randomness.
         ends: ids that end a text, as the document token does.
         stop: end the sampled text before this text.
-        sampling: temperature, top_k and top_p of generate.
+        sampling: temperature, top_k, top_p and progress of generate.
     """
     idx = torch.tensor([prompt] * count, device=generator.device)
     idx = generate(model, idx, max_tokens, generator=generator, vocab_size=tokenizer.n_vocab, **sampling)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from steadygpt.base.durable import fsync, replace_file
+from steadygpt.base.durable import fsync, leads_to, replace_file
 from steadygpt.base.options import UserError
 from steadygpt.base.text import MAX_NAME, printable
 from steadygpt.base.typed import Count, Id, Number, parse_json, read_json
@@ -77,12 +77,7 @@ class LineFile:
 
     def is_replaced(self) -> bool:
         """Return whether the path no longer leads to this file: it was removed, or rotated."""
-        try:
-            return not os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
-        except FileNotFoundError:
-            return True
-        except OSError:  # it cannot be reached at the moment
-            return False
+        return not leads_to(self.path, self.file)
 
 
 def line_of(step: int, values: Mapping[str, Any]) -> str:

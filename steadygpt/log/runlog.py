@@ -31,7 +31,7 @@ from steadygpt.machine.device import device_name
 from steadygpt.machine.ranks import Ranks
 
 HEARTBEAT_S = 10.0  # between updates of status.json while training
-QUIET_S = 30.0  # after which a line says what the run does, whatever --log_freq
+QUIET_S = 30.0  # without a line of progress, after which one is printed, whatever --log_freq
 LOAD_S = 10.0  # at least, between measurements of GPUs and memory
 MAX_WARNINGS = 5  # the last ones are in status.json
 STEP_FORMS = {
@@ -66,7 +66,7 @@ class RunLog:
             "host": socket.gethostname(), "pid": os.getpid(),
         }  # fmt: skip
         self.heartbeat_at_s = -math.inf
-        self.said_at_s = time.monotonic()
+        self.progress_at_s = time.monotonic()  # of the last line of progress
         self.load_at_s = -math.inf
         self.files: dict[str, LineFile] = {}  # LOGS; {}: only print
         self.tensorboard: TensorBoard | None = None
@@ -122,7 +122,7 @@ class RunLog:
         is_first: bool,
         **facts: object,
     ) -> None:
-        """Log a step every log_freq steps, and renew the facts of status.json.
+        """Log a step every log_freq steps, print it also after a silence, and renew the facts of status.json.
 
         Args:
             metrics: further numbers, such as terms of the loss.
@@ -130,14 +130,17 @@ class RunLog:
             facts: for status.json, besides the numbers.
         """
         self.begin()
-        if step % self.config.log_freq == 0 or step + 1 == self.max_steps:
+        is_logged = step % self.config.log_freq == 0 or step + 1 == self.max_steps
+        if is_logged or self._is_silent():
             shown = {"place": f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"}
             for name, form in STEP_FORMS.items():
                 if numbers.get(name) is not None:
                     shown[name] = form.format(numbers[name])
             shown |= {name: f"{name} {value:.4g}" for name, value in metrics.items()}
             shown |= {"share": f"{(step + 1) / self.max_steps:.1%}", "left": f"ETA {duration_text(left_s)}"}
-            self.say(" | ".join(shown.values()), brief=fitting(shown, columns_of(sys.stdout), [*metrics, *EXPENDABLE]))
+            brief = fitting(shown, columns_of(sys.stdout), [*metrics, *EXPENDABLE])
+            self._progress(" | ".join(shown.values()), brief)
+        if is_logged:
             self._record("train", step, {**numbers, **metrics})
             if self.files and time.monotonic() - self.load_at_s >= LOAD_S:
                 self._record_load(step)
@@ -147,13 +150,13 @@ class RunLog:
 
     def evaluation(self, step: int, result: str, **scores: float | None) -> None:
         """Log the result of an evaluation before step `step`, as text and as numbers."""
-        self.say(f"step {step}/{self.max_steps} | {result}")
+        self._progress(f"step {step}/{self.max_steps} | {result}")
         self._record("eval", step, scores)
 
     def text(self, step: int, text: str) -> None:
         """Log a sample of text from the model."""
         self.begin()
-        self.say(f"step {step}/{self.max_steps} | sample:\n{text}")
+        self._progress(f"step {step}/{self.max_steps} | sample:\n{text}")
         if self.tensorboard:
             self._attempt("TensorBoard", self.tensorboard.text, step, text)
         if self.wandb:
@@ -205,7 +208,6 @@ class RunLog:
         text = printable(text, keep="\n\t")
         stream = stream or sys.stdout
         with self.lock:
-            self.said_at_s = time.monotonic()
             if self.ranks.is_main:
                 try:
                     print(printable(brief) or text, file=stream, flush=True)
@@ -249,15 +251,22 @@ class RunLog:
     def beat(self, now: bool = False) -> None:
         """Renew status.json if that is due, as a sign that the training thread makes progress; or now, and durably.
 
-        If nothing was printed for QUIET_S, a line says what the run does.
+        After QUIET_S without a line of progress, print what the run does.
         """
         doing = self.facts.get("doing")  # None at the end
-        if doing and time.monotonic() - self.said_at_s >= QUIET_S:
-            self.say(f"{doing}, at step {self.facts['step']:,} of {self.max_steps:,}")
+        if doing and self._is_silent():
+            self._progress(f"step {self.facts['step']}/{self.max_steps} | {doing}")
         if now or time.monotonic() - self.heartbeat_at_s >= HEARTBEAT_S:
             self.heartbeat_at_s = time.monotonic()
             if self._owns_folder():
                 self._attempt(STATUS, write_status, Path(self.config.checkpoint_dir), self.facts, now)
+
+    def _progress(self, text: str, brief: str = "") -> None:
+        self.progress_at_s = time.monotonic()
+        self.say(text, brief=brief)
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self.progress_at_s >= QUIET_S
 
     def _owns_folder(self) -> bool:
         """Return whether the path of the run's folder still leads to the folder that this process has locked."""

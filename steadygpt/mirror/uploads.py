@@ -11,7 +11,7 @@ from threading import Thread
 from steadygpt.base.durable import link_file
 from steadygpt.base.options import UserError
 from steadygpt.base.retry import LONGEST_PAUSE_S, brief
-from steadygpt.checkpoint.files import BACKUP, LATEST, File, read_checkpoint, read_head, scan, too_old
+from steadygpt.checkpoint.files import BACKUP, LATEST, File, Unreadable, read_checkpoint, read_head, scan, too_old
 from steadygpt.config import TrainConfig
 from steadygpt.log.runlog import RunLog
 from steadygpt.machine.device import compute_alone
@@ -86,10 +86,10 @@ class Uploads:
                     self.copy.unlink(missing_ok=True)
                 pause_s = 0.0
                 self.failing_since_s = math.inf
-            except UserError as error:
-                self.log.warn(f"uploads have stopped: {error}")
-                return
             except Exception as error:  # every fsspec back end has exceptions of its own
+                if isinstance(error, UserError) and not isinstance(error, Unreadable):
+                    self.log.warn(f"uploads have stopped: {error}")
+                    return
                 if not pause_s:
                     self.failing_since_s = time.monotonic()
                     self.log.warn(f"uploads to {self.mirror.url} fail: {brief(error)}; retrying until they succeed")
@@ -121,6 +121,8 @@ class Uploads:
                 read_checkpoint(self.copy)
         except FileNotFoundError:  # training has deleted it
             return
+        except Unreadable:
+            raise
         except UserError as error:
             self.log.warn(f"not uploaded: {error}".replace(str(self.copy), str(path)))
             self.corrupt.add(files[0].recency)

@@ -170,7 +170,7 @@ def state_of(snapshot: Snapshot) -> State:
     if snapshot.saved_at is not None:
         resume = command("resume_training.sh") + run_flags(str(snapshot.folder), status.get("mirror", ""))
     name = status.get("status", "unknown")
-    if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status is from an earlier launch
+    if snapshot.owner and snapshot.owner != f"{pid} on {host}":  # the status, if any, is from an earlier launch
         return State("running", f"process {snapshot.owner} has locked the folder and does not train yet")
     if name == "finished":
         return State(name, f"after {counted(status.get('step', 0), 'step')}", f"{command('generate.py')} latest{where}")

@@ -120,9 +120,12 @@ def finish_uploads(uploads: Uploads | None, requests: Requests, log: RunLog) -> 
         uploads.start(is_last=True)
         log.say("waiting for uploads; Ctrl-C skips them. All checkpoints are in the local folder")
     wait_for_uploads(uploads, requests.take_interrupt, requests.ranks, log)
-    if uploads and uploads.thread.is_alive() and not uploads.is_done():
-        rest = f"{command('scripts/upload_manager.py')} upload-all --mirror {uploads.mirror.url}"
-        log.warn(f"not everything is uploaded; upload the rest with {rest}")
+    if uploads and not uploads.is_done():
+        advice = "an earlier warning says why"
+        if uploads.thread.is_alive():
+            rest = f"{command('scripts/upload_manager.py')} upload-all --mirror {uploads.mirror.url}"
+            advice = f"upload the rest with {rest}"
+        log.warn(f"not everything is uploaded; {advice}")
 
 
 def wait_for_uploads(uploads: Uploads | None, is_stopped: Callable[[], bool], ranks: Ranks, log: RunLog) -> None:

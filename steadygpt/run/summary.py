@@ -1,9 +1,9 @@
 """Texts about a run: the result of a validation, and the summary at the end."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from steadygpt.base.durable import is_gone
 from steadygpt.base.text import bytes_text, command, counted, duration_text, labelled, run_flags, some
 from steadygpt.checkpoint.files import BEST, LATEST
 from steadygpt.machine.device import peak_memory_bytes
@@ -62,12 +62,12 @@ def summarize(run: Run, status: str, reason: str) -> list[str]:
 
     folder = Path(config.checkpoint_dir)
     flag = run_flags(config.checkpoint_dir)
-    if not os.path.exists(folder):  # noqa: PTH110 (Path.exists may raise)
+    if is_gone(folder):
         lines["next"] = f"nothing to resume in {folder}; if it was moved: --resume latest --checkpoint_dir NEW_FOLDER"
-    elif not os.path.exists(folder / LATEST):  # noqa: PTH110
+    elif is_gone(folder / LATEST):
         lines["next"] = f"nothing to resume: {folder / LATEST} does not exist"
     elif status == "finished":
-        which = "best" if os.path.exists(folder / BEST) else "latest"  # noqa: PTH110
+        which = "latest" if is_gone(folder / BEST) else "best"
         lines["next"] = f"{command('generate.py')} {which}{flag}, or {command('convert_hf.py')} {which} hf_model{flag}"
     elif status == "stopped":
         processes = run.ranks.world_size

@@ -110,7 +110,7 @@ def note_of_disk(start: Start, config: TrainConfig, data: Data, size: int) -> st
     """
     folder = Path(config.checkpoint_dir)
     disk = shutil.disk_usage(existing(folder))
-    files = 2 + bool(config.eval_freq) + config.cools_down  # latest, backup, best, stable
+    files = 3 + bool(config.eval_freq) + config.cools_down  # latest, backup, the one being written, best, stable
     if config.checkpoint_freq:
         files += min(config.keep_checkpoints, config.max_steps // config.checkpoint_freq)
     rows = rows_per_epoch(config, data)

@@ -37,7 +37,7 @@ def test_counts_are_whole_numbers_and_slow_rates_are_times_of_one(capsys):
     assert line.startswith("scoring: 100%, 66 of 66, ") and line.endswith("s/step")
 
 
-def test_in_a_log_file_lines_are_a_minute_apart(capsys):
+def test_in_a_log_file_lines_are_30_seconds_apart(capsys):
     with ProgressBar(desc="working", total=100, unit="B") as bar:
         for _ in range(100):
             time.sleep(0.005)

@@ -1,5 +1,6 @@
 """Recorders and faults to pass to a Run: each is called in every rank's process, with the rank, before main()."""
 
+import errno
 import hashlib
 import io
 import json
@@ -93,6 +94,15 @@ def kill_in_start(call: int, rank: int) -> None:
 def do_in_step(step: int, do: Callable[[], object], rank: int) -> None:
     """Call do() at the start of a step."""
     around_step(before=lambda now, stop: now == step and do())
+
+
+def no_links(rank: int) -> None:
+    """Let the file system have no hard links."""
+
+    def fail(*_) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    os.link = fail
 
 
 def signal_at(step: int, rank: int, number: int = signal.SIGTERM) -> None:

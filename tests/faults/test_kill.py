@@ -14,7 +14,7 @@ import pytest
 from conftest import FSDP, MODERN, SLOW, TINY, folders, load, write_data
 from ground import assert_same_state, evaluations, latest, phase_in
 from harness import LaunchedRun, Run, assert_equals_reference, assert_resumes
-from injected import kill_at, record_save_calls
+from injected import kill_at, no_links, record_save_calls
 
 FLAGS = "--checkpoint_freq 1 --keep_checkpoints 3 --dropout 0.1 --eval_freq 7 --eval_tokens 64".split()
 
@@ -258,6 +258,20 @@ def test_kill_at_each_call_of_a_save_by_an_evaluation(reference, call):
         return
     assert latest(name)["step"] in (8, 12)
     assert_resumes(name, *EVALUATED, measured=("loss", "grad_norm", "val_loss"))
+    assert_same_files(name)
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(n, marks=() if n == 15 else pytest.mark.storm) for n in range(len(CALLS) + 20)]
+)
+def test_kill_at_each_call_of_a_save_without_hard_links(short_run, call):
+    name = f"copied{call}"
+    run = Run(*SHORT, *folders(name), faults=[no_links, partial(kill_at, 2, call)])
+    if run.wait() == [0]:
+        assert call > len(calls_of_saves()[2])  # the copies are fsynced
+        return
+    assert latest(name)["step"] >= last_reported(run.text()) >= 2
+    assert_resumes(name, *SHORT, measured=("loss", "grad_norm", "val_loss"))
     assert_same_files(name)
 
 

@@ -237,12 +237,14 @@ def test_heartbeat_renews_status_json_at_most_every_ten_seconds(log, tmp_path, m
 def test_a_silent_run_says_every_30_seconds_what_it_does(log, tmp_path, monkeypatch, capsys):
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    log.say("a line")
+    log.evaluation(6, "a line of progress")
     for doing, seconds in (("training", 29), ("training", 2), ("evaluating", 29), ("evaluating", 2)):
         now_s[0] += seconds
         log.note(doing=doing, step=7)
+        log.say("saved step 3 as latest.pt")
         log.beat()
-    assert capsys.readouterr().out == "a line\ntraining, at step 7 of 10\nevaluating, at step 7 of 10\n"
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("saved")]
+    assert said == ["step 6/10 | a line of progress", "step 7/10 | training", "step 7/10 | evaluating"]
     log.status("finished")
     now_s[0] += 100
     log.beat()

@@ -28,7 +28,7 @@ from ground import (
     write_checkpoint,
     writer_of,
 )
-from injected import signal_at
+from injected import do_in_step, signal_at
 from stories import tell, uploaded
 from test_files import damage
 
@@ -255,25 +255,41 @@ def test_failed_upload_is_repeated_until_it_succeeds(s3, tmp_path, match, fault)
     assert "uploaded step 2 as latest.pt, rolling_step_000002.pt" in done
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_an_error_after_an_upload_does_not_end_uploads(saver_in, monkeypatch, number):
-    """The copy of the uploaded file cannot be removed at the moment."""
-    saver = saver_in("here")
-    errors = [OSError(number, os.strerror(number))]
-    unlink = Path.unlink
+@pytest.mark.parametrize("call", ["unlink", "listdir", "link", "replace"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_folder_that_cannot_be_reached_for_a_moment_does_not_end_the_uploads(saver_in, monkeypatch, call, number):
+    saver = saver_in()
+    saver.roll(1)
+    saver.uploaded()
+    saver.reports()
+    real, left = getattr(os, call), [1, 2]
 
     def failing(path, *args, **options):
-        if path.name == ".upload.tmp" and errors:
-            raise errors.pop()
-        unlink(path, *args, **options)
+        if threading.current_thread() is saver.uploads.thread and Path(path).is_relative_to(saver.folder) and left:
+            raise OSError(number, os.strerror(number), left.pop())
+        return real(path, *args, **options)
 
-    monkeypatch.setattr(Path, "unlink", failing)
-    saver.roll(1)
-    assert saver.uploaded()["latest.pt"] == 1
+    monkeypatch.setattr(os, call, failing)
+    if call == "link":
+        monkeypatch.setattr(shutil, "copy2", failing)
     saver.roll(2)
-    assert saver.uploaded()["latest.pt"] == 2
-    assert any("; retrying until they succeed" in report for report in saver.reports())
-    assert not Path(saver.folder, ".upload.tmp").exists()
+    assert saver.uploaded() == {"latest.pt": 2, "latest_backup.pt": 1} | rolling(2, 1)
+    assert not left and not list(saver.folder.glob(".*.tmp"))
+    failed = [text for text in saver.reports() if not text.startswith("uploaded ")]
+    assert len(failed) == 1 and failed[0].startswith(f"uploads to {saver.mirror.url} fail: ")
+    saver.roll(3)
+    assert saver.uploaded()["latest.pt"] == 3
+
+
+def test_a_run_whose_uploads_have_stopped_says_at_its_end_that_not_everything_is_uploaded(url, capsys):
+    def claim() -> None:
+        Mirror(url, json.loads(Path("one/run.json").read_text())["id"], "first").claim()
+
+    with acting_here(partial(do_in_step, 3, claim)):
+        tell(FIRST)
+    err = capsys.readouterr().err
+    assert err.count("warning: uploads have stopped: ") == err.count("a later launch, of the run first, uploads") == 1
+    assert "warning: not everything is uploaded; an earlier warning says why\n" in err
 
 
 def test_index_is_written_after_what_it_names_and_files_when_they_have_changed(s3, tmp_path):
@@ -388,11 +404,19 @@ def test_newer_one_of_folder_and_mirror_wins(older, url, capsys):
     assert uploaded(url)["latest.pt"] == 10
 
 
-def test_a_finished_run_that_another_machine_extended_is_restored_and_finished(older, url, capsys):
-    for end in ("finished after 6 steps; ", "one: this run is finished, at step 6."):
-        tell(f"resume one {FLAGS} --max_steps 6 --mirror $URL")
-        assert end in capsys.readouterr().out
-        assert verified("one/latest.pt")["step"] == 6
+def test_a_finished_run_that_another_machine_has_extended_is_restored_and_is_finished(older, url, capsys):
+    capsys.readouterr()
+    tell("resume one --max_steps 6 --mirror $URL")
+    out = capsys.readouterr().out
+    assert f"resumed      from one/latest.pt (restored from {url}) at step 6" in out
+    assert "finished after 6 steps; checkpoints in one" in out
+    assert verified("one/latest.pt")["step"] == uploaded(url)["latest.pt"] == 6
+    assert metrics("one", "loss").keys() == {*range(6)}
+    before = Path("one/latest.pt").read_bytes()
+    for _ in range(2):
+        tell("resume one --max_steps 6 --mirror $URL")
+        assert "one: this run is finished, at step 6. " in capsys.readouterr().out
+    assert Path("one/latest.pt").read_bytes() == before
 
 
 def test_upload_all_does_not_replace_what_is_newer(older, url):
