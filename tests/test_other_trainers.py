@@ -67,7 +67,7 @@ def test_accelerate_launches_a_run(workdir, processes, launcher):
     words = (*launcher, "--mixed_precision", "no", *script)
     output = run_to_end(*words, program="accelerate.commands.launch", tiny=(), faults=[leave_threads_open])
     assert f"x {processes} rank{'s' * (processes > 1)} x" in output
-    assert launch_in("checkpoints/latest.pt").how["ranks"] == processes
+    assert launch_in("checkpoints/latest.pt").settings["ranks"] == processes
     if processes == 1 and "--device cpu" in " ".join(TINY):
         assert f"({usable_cores()} threads)" in output  # though accelerate sets OMP_NUM_THREADS=1
 

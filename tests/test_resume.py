@@ -71,12 +71,12 @@ def test_run_without_standard_streams_trains_and_resumes(workdir):
 
 
 @pytest.mark.storm
-def test_a_folder_whose_name_the_locale_lacks_is_refused(workdir):
+def test_a_folder_may_have_a_name_that_the_locale_lacks(workdir):
     words = [*map(str.encode, command()), b"--checkpoint_dir", "\u00e9".encode()]
     variables = environment() | {"LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run(words, env=variables, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "ascii" in done.stderr and "LC_ALL=C.UTF-8" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert load("\u00e9/latest.pt")["step"] == 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
