@@ -1,4 +1,4 @@
-"""GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat: one pre-norm block whose parts are options, and the loss.
+"""GPT-2, GPT-NeoX, Llama, Qwen 3, NanoChat and LFM2: one pre-norm block whose parts are options, and the loss.
 
 Module names are GPT-2's own (wte wpe h ln_1 attn.c_attn ...), so weights map one to one.
 Shapes: B rows, T tokens, C = embd_size, V = vocab_size.
@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,8 @@ NORMS = {
 # options
 
 _shape = partial(option, group="model", on_resume="never")
+ATTENTION, CONVOLUTION = "AC"  # the letters of --layer_pattern
+CONV_WIDTH = 3  # tokens that a short convolution sees, as in LFM2; with more, losses are no lower: docs/LOG.md
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class GPTConfig:
                        "NanoChat", choices=tuple(NORMS))
     norm_eps: float = _shape(1e-5, "epsilon of the norms", at_least=1e-20)
     qk_norm: bool = _shape(False, "apply RMSNorm to queries and keys, as in Qwen 3")
+    attention_gate: bool = _shape(False, "a sigmoid gate for each head of attention, as in LFM3")
+    layer_pattern: str = _shape("A", "kinds of the layers, repeated: A = attention; C = short convolution, as in "
+                                "LFM2; CA = in turn")
     activation: str = _shape("gelu_tanh", "gelu_tanh, as in GPT-2; gelu, as in GPT-NeoX; relu2, as in NanoChat; "
                              "swiglu, as in Llama", choices=tuple(ACTIVATIONS))
     rotary_pct: float = _shape(0.0, "part of a head with rotary positions; 0 = learned ones, as in GPT-2", at_most=1)
@@ -122,6 +127,8 @@ class GPTConfig:
         if self.rotary_pct and (shape.rotary_dim % 2 or not shape.rotary_dim):
             found = f"{self.rotary_pct}, {shape.rotary_dim} of {shape.head_dim} dimensions per head"
             raise OptionError("rotary_pct", found, "an even number of dimensions: they rotate in pairs")
+        if not self.layer_pattern or not set(self.layer_pattern) <= {ATTENTION, CONVOLUTION}:
+            raise OptionError("layer_pattern", self.layer_pattern or "empty", "letters A and C, such as CA")
 
     def resolved(self) -> "GPTConfig":
         """Return this shape with derived values in place of zeros."""
@@ -133,6 +140,7 @@ class GPTConfig:
             head_dim=self.head_dim or self.embd_size // self.num_heads,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             intermediate_size=self.intermediate_size or intermediate_size,
+            layer_pattern=(self.layer_pattern * self.num_layers)[: self.num_layers],
         )
 
     @property
@@ -152,6 +160,10 @@ class GPTConfig:
             query_rows = shape.head_dim * shape.num_heads
             key_rows = shape.head_dim * shape.num_kv_heads  # and the same number of value rows
             return (query_rows, key_rows, key_rows)
+        if "c_gate" in name:
+            return (shape.num_heads,)
+        if "c_in" in name:
+            return (shape.embd_size,) * 3
         if "c_fc" in name:  # with SwiGLU, gate, then up
             return (shape.intermediate_size,) * ACTIVATIONS[self.activation].matrices
         return (self.embd_size,)
@@ -172,14 +184,18 @@ class GPTOptions:
 
 
 class KVCache:
-    """Keys and values of the tokens so far: for each layer two tensors (B, num_kv_heads, max_length, head_dim)."""
+    """What the layers remember of the tokens so far.
+
+    Attention: keys and values, (B, num_kv_heads, max_length, head_dim) each. A short convolution: its last inputs,
+    (B, CONV_WIDTH - 1, C).
+    """
 
     def __init__(self, config: GPTConfig, max_length: int | None = None):
         self.max_length = config.context_length
         if max_length:
             self.max_length = min(max_length, config.context_length)
         self.length = 0
-        self.layers: list[tuple[Tensor, Tensor]] = []  # allocated by the first append, which knows batch and dtype
+        self.layers: list[tuple[Tensor, ...]] = []  # allocated at the first use, which knows batch and dtype
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor, seen: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of one layer, (B, num_kv_heads, T, head_dim), at (T,) positions; return the first ones.
@@ -195,9 +211,21 @@ class KVCache:
         values.index_copy_(2, positions, v)
         return keys.narrow(2, 0, seen), values.narrow(2, 0, seen)
 
+    def with_last_inputs(self, layer: int, x: Tensor, count: int) -> Tensor:
+        """Return the last `count` inputs of a layer, zeros before the first token, and then x (B, T, C); keep the last.
 
-class AttentionArgs(NamedTuple):
-    """The arguments of attention that all blocks share."""
+        Returns: (B, count + T, C).
+        """
+        if layer == len(self.layers):
+            self.layers.append((x.new_zeros(x.size(0), count, x.size(2)),))
+        (last,) = self.layers[layer]
+        x = torch.cat([last, x], dim=1)
+        last.copy_(x[:, x.size(1) - count :])
+        return x
+
+
+class LayerArgs(NamedTuple):
+    """The arguments of attention and of short convolutions that all blocks share."""
 
     positions: Tensor  # (T,) or (B, T)
     rotary: Tensor | None = None  # rows of rotary_table; None: learned positions
@@ -292,8 +320,11 @@ class Attention(nn.Module):
         if config.qk_norm:  # always RMSNorm. Without weights, it commutes with the rotation.
             self.q_norm = Norm(config, config.head_dim, is_layernorm=False)
             self.k_norm = Norm(config, config.head_dim, is_layernorm=False)
+        self.c_gate = None
+        if config.attention_gate:
+            self.c_gate = Linear(config.embd_size, config.num_heads, bias=config.bias)
 
-    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+    def forward(self, x: Tensor, args: LayerArgs) -> Tensor:
         B, T, _ = x.shape
         q, k, v = self.c_attn(x).split(self.split_sizes, dim=-1)
         q = self.q_norm(q.view(B, T, -1, self.head_dim))  # (B, T, heads, head_dim)
@@ -312,8 +343,56 @@ class Attention(nn.Module):
             k, v = args.cache.append(self.layer, args.positions, k, v, seen)
         dropout = self.dropout if self.training else 0.0
         y = attention(q, k, v, args.mask, dropout)
-        y = y.transpose(1, 2).reshape(B, T, -1)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        y = y.transpose(1, 2)  # (B, T, heads, head_dim)
+        if self.c_gate is not None:  # Qiu et al. 2025, a gate for each head
+            y = y * self.c_gate(x).sigmoid().unsqueeze(-1)
+        return F.dropout(self.c_proj(y.reshape(B, T, -1)), self.dropout, self.training)
+
+
+class ShortConvolution(nn.Module):
+    """LFM2's gated short convolution, in the place of attention: c * conv(b * u), where c_in computes b, c and u.
+
+    A causal convolution of each feature over CONV_WIDTH tokens. It has no positions and no scores.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.dropout = config.dropout
+        self.c_in = Linear(config.embd_size, 3 * config.embd_size, bias=config.bias)
+        self.taps = nn.Parameter(torch.empty(CONV_WIDTH, config.embd_size))  # the last is of the token itself
+        self.c_proj = Linear(config.embd_size, config.embd_size, bias=config.bias)
+
+    def forward(self, x: Tensor, args: LayerArgs) -> Tensor:
+        b, c, u = self.c_in(x).chunk(3, dim=-1)
+        products = map(torch.mul, self.taps.type_as(u), self.windows(b * u, args))
+        y = reduce(torch.add, products)  # on a CPU, conv1d takes up to twice as long
+        return F.dropout(self.c_proj(c * y), self.dropout, self.training)
+
+    def windows(self, x: Tensor, args: LayerArgs) -> list[Tensor]:
+        """Return for each tap the tokens of x (B, T, C) that it multiplies, (B, T, C), zeros before the first token."""
+        T = x.size(1)
+        earlier = CONV_WIDTH - 1
+        if args.cache is not None:
+            x = args.cache.with_last_inputs(self.layer, x, earlier)
+        elif args.mask is None:
+            x = F.pad(x, (0, 0, earlier, 0))
+        else:
+            return [*(seen_before(x, back, args.positions, args.mask) for back in range(earlier, 0, -1)), x]
+        return [x[:, start : start + T] for start in range(earlier + 1)]
+
+
+def seen_before(x: Tensor, back: int, positions: Tensor, mask: Tensor) -> Tensor:
+    """Return for each token of x (B, T, C) the one it sees `back` positions before it, zeros where there is none.
+
+    Args:
+        positions: (T,) or (B, T).
+        mask: (B, 1, T, T) bool, which tokens (columns) each token (row) sees.
+    """
+    positions = positions.expand(x.shape[:2])
+    is_wanted = mask[:, 0] & (positions[:, :, None] - positions[:, None, :] == back)  # (B, T, T), one a row at most
+    places = is_wanted.int().argmax(2, keepdim=True)  # (B, T, 1)
+    return x.gather(1, places.expand_as(x)) * is_wanted.any(2, keepdim=True)
 
 
 class MLP(nn.Module):
@@ -332,7 +411,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream.
+    """Attention, or a short convolution in its place, and MLP, each added to the residual stream.
 
     With `recompute`, backward recomputes them, except for the output of the attention kernel, which is kept if there
     is no dropout.
@@ -342,25 +421,31 @@ class Block(nn.Module):
         super().__init__()
         self.parallel_residual = config.parallel_residual
         self.recompute = recompute
+        self.dropout = config.dropout
         self.ln_1 = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
-        self.attn = Attention(config, layer)
+        self.has_attention = config.layer_pattern[layer] == ATTENTION
+        if self.has_attention:
+            self.attn = Attention(config, layer)
+        else:
+            self.conv = ShortConvolution(config, layer)
         self.ln_2 = Norm(config, config.embd_size, NORMS[config.norm].is_layernorm)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+    def forward(self, x: Tensor, args: LayerArgs) -> Tensor:
         if not (self.recompute and self.training):
             return self._compute(x, args)
         # Checkpoint here, not around the block: otherwise torch.compile runs blocks eagerly under FSDP (torch 2.13).
         contexts: Callable = partial(create_selective_checkpoint_contexts, OPERATORS)  # keep outputs of attention
-        if self.attn.dropout:  # attention must redraw its random numbers, or later dropout masks would differ
+        if self.dropout:  # attention must redraw its random numbers, or later dropout masks would differ
             contexts = noop_context_fn
         return checkpoint(self._compute, x, args, use_reentrant=False, context_fn=contexts)
 
-    def _compute(self, x: Tensor, args: AttentionArgs) -> Tensor:
-        attended = x + self.attn(self.ln_1(x), args)
+    def _compute(self, x: Tensor, args: LayerArgs) -> Tensor:
+        operator = self.attn if self.has_attention else self.conv
+        mixed = x + operator(self.ln_1(x), args)
         if self.parallel_residual:
-            return attended + self.mlp(self.ln_2(x))
-        return attended + self.mlp(self.ln_2(attended))
+            return mixed + self.mlp(self.ln_2(x))
+        return mixed + self.mlp(self.ln_2(mixed))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,6 +499,9 @@ class GPT(nn.Module):
         equally likely at the start (Yang et al. 2022, appendix D.2).
         """
         weight = torch.empty(self.get_parameter(name).shape, device="cpu")
+        if name.endswith("taps"):  # PyTorch's values for a convolution
+            bound = CONV_WIDTH**-0.5
+            return weight.uniform_(-bound, bound)
         if weight.dim() < 2:
             is_bias = name.endswith(".bias")
             return weight.fill_(0 if is_bias else 1)
@@ -482,7 +570,7 @@ class GPT(nn.Module):
         if self.rotary is not None:
             rotary = self.rotary[:, positions]  # (2, T or B, T, 1, rotary_dim / 2)
         x = F.dropout(self.ln_0(x), self.config.dropout, self.training)
-        args = AttentionArgs(positions, rotary, cache, mask)
+        args = LayerArgs(positions, rotary, cache, mask)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
             x = x.bfloat16()  # and so the residual stream; in fp16, its largest values could overflow
         for block in self.h:
@@ -578,9 +666,13 @@ class GPT(nn.Module):
         return total
 
     def flops_per_token(self) -> float:
-        """Return the FLOPs of forward and backward per token: 6N + 12*L*C*T (Chowdhery et al. 2022, appendix B)."""
-        width = self.config.num_heads * self.config.resolved().head_dim
-        attention = 12 * self.config.num_layers * width * self.config.context_length
+        """Return the FLOPs of forward and backward per token: 6N + 12*L*C*T (Chowdhery et al. 2022, appendix B).
+
+        L are the layers with attention.
+        """
+        shape = self.config.resolved()
+        width = shape.num_heads * shape.head_dim
+        attention = 12 * shape.layer_pattern.count(ATTENTION) * width * shape.context_length
         return 6 * self.num_parameters(with_tables=False) + attention
 
     def parameters_by_role(self) -> dict[str, dict[str, nn.Parameter]]:
@@ -588,7 +680,7 @@ class GPT(nn.Module):
         roles: dict[str, dict[str, nn.Parameter]] = {"embedding": {}, "matrix": {}, "head": {}, "vector": {}}
         for name, parameter in self.named_parameters():
             module = self.get_submodule(name.rpartition(".")[0])
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 or isinstance(module, ShortConvolution):  # whose taps are a vector for each token
                 role = "vector"
             elif isinstance(module, nn.Embedding):
                 role = "embedding"

@@ -11,7 +11,7 @@ from ground import weights_content
 from test_model import SMALL, ids, small
 
 from convert_hf import write_folder
-from model import ACTIVATIONS, GPT, TABLES, GPTConfig, KVCache, sketch_of
+from model import ACTIVATIONS, GPT, TABLES, Attention, GPTConfig, KVCache, sketch_of
 from optim import make_optimizer, state_shapes
 from steadygpt.base.options import UserError
 from steadygpt.config import FIELDS, TrainConfig
@@ -26,6 +26,7 @@ SIZES = {"vocab_size", "num_layers", "num_heads", "embd_size", "context_length"}
 VALUES = {
     "num_kv_heads": [1], "head_dim": [12], "intermediate_size": [24], "bias": [False],
     "norm": ["rmsnorm", "rmsnorm_no_weight"], "norm_eps": [1e-3], "qk_norm": [True], "activation": [*ACTIVATIONS],
+    "attention_gate": [True], "layer_pattern": ["CA", "AACC", "C"],
     "rotary_pct": [0.25, 1.0], "rotary_base": [500.0], "parallel_residual": [True], "tied_head": [False],
     "logit_softcap": [2.0], "dropout": [0.1],
 }  # fmt: skip
@@ -132,8 +133,10 @@ def test_each_parameter_has_a_role_a_state_and_flops_if_it_is_multiplied(shape):
             module.register_forward_hook(lambda linear, *_: multiplied.update({linear.weight: linear}))
     model(ids(1, 1))
     sizes = {p: p[: rows_of(model, name)].numel() for name, p in model.named_parameters()}
-    attention = 12 * 3 * model.config.num_heads * model.config.resolved().head_dim * 12
-    products = sum(size for p, size in sizes.items() if p in multiplied or p.dim() == 1)
+    layers = sum(isinstance(module, Attention) for module in model.modules())
+    attention = 12 * layers * model.config.num_heads * model.config.resolved().head_dim * 12
+    vectors = roles["vector"].values()
+    products = sum(size for p, size in sizes.items() if p in multiplied or any(p is vector for vector in vectors))
     assert model.flops_per_token() == 6 * products + attention, "change flops_per_token, or what is expected here"
     assert model.num_parameters() == sum(sizes.values())
     optimizer = make_optimizer(model, TrainConfig(optimizer="muon", max_lr=0.1, muon_beta2=0.9), ALONE)

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from ground import weights_content
 from test_files import damage
-from test_model import both_families, ids, small
+from test_model import NEOX, ids, small
 
 from generate import main
 from model import GPT, GPTConfig, KVCache
@@ -40,7 +40,7 @@ def test_cache_has_the_dtype_of_autocast(norm, monkeypatch):
     assert cache.layers[0][0].dtype == torch.bfloat16
 
 
-@both_families
+@pytest.mark.parametrize("family", [{}, NEOX, {"layer_pattern": "CA"}], ids=["gpt2", "gpt_neox", "convolutions"])
 @pytest.mark.parametrize("prompt_length", [1, 12, 20])
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
 def test_cache_does_not_change_generated_tokens(family, prompt_length, as_on_a_gpu, monkeypatch):

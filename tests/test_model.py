@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, AttentionArgs, GPTConfig, Norm
+from model import GPT, GPTConfig, LayerArgs, Norm
 from optim import make_optimizer
 from steadygpt.config import TrainConfig
 from steadygpt.machine.attention import OPERATORS, attention_in_blocks
@@ -79,6 +79,9 @@ def test_initial_weights_and_loss():
     assert len(vectors) == 3 * (4 + 4) + 2  # a block has two norms and four linear layers
     for name, parameter in vectors.items():
         assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+    taps = GPT(dataclasses.replace(SMALL, embd_size=256, layer_pattern="C")).h[0].conv.taps  # of three tokens
+    assert taps.abs().max().item() == pytest.approx(3**-0.5, rel=0.01)
+    assert taps.std().item() == pytest.approx(1 / 3, rel=0.1)  # uniform
     untied = GPT(dataclasses.replace(SMALL, tied_head=False))
     assert untied(ids(4, 12), ids(4, 12, seed=1))["loss"].mean().item() == pytest.approx(math.log(101), abs=1e-6)
 
@@ -103,7 +106,7 @@ def test_dropout_is_in_the_same_places_as_in_gpt2():
     block.register_forward_pre_hook(lambda block, arguments: seen.append(arguments[0]))
     torch.manual_seed(0)
     model(ids(8, 12))
-    x, args = torch.randn(8, 12, 64), AttentionArgs(torch.arange(12))
+    x, args = torch.randn(8, 12, 64), LayerArgs(torch.arange(12))
     for dropped in (seen[0], block.attn(x, args), block.mlp(x)):
         assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     after, before = block.attn(x, args), block.eval().attn(x, args)

@@ -2,6 +2,7 @@
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -94,12 +95,26 @@ class Allocated(TorchDispatchMode):
 def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device) -> tuple[int, int]:
     """Return the bytes of a micro-step at its peak: those of all blocks, and the rest.
 
-    They follow from the peaks of models of two and of three blocks, computed with fake CPU tensors.
+    They follow, for each kind of layer, from the peaks of models of two and of three blocks, computed with fake CPU
+    tensors.
     """
+    blocks = 0
+    rests = []
+    for kind, layers in Counter(shape.resolved().layer_pattern).items():
+        (first_peak_of_two, _), (first_peak_of_three, later_peak) = (
+            peaks_of_blocks(config, replace(shape, layer_pattern=kind, num_layers=count), device) for count in (2, 3)
+        )
+        block = first_peak_of_three - first_peak_of_two
+        # The activations of all blocks exist until the last block's backward pass ends.
+        blocks += block * layers
+        rests.append((first_peak_of_two - 2 * block, later_peak))
+    return blocks, max(max(rest, later_peak - blocks) for rest, later_peak in rests)
+
+
+def peaks_of_blocks(config: TrainConfig, shape: GPTConfig, device: torch.device) -> tuple[int, int]:
+    """Return the bytes at the peak of a micro-step until the last block's backward pass ends, and after it."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
-    # The activations of all blocks exist until the last block's backward pass ends.
-    peaks = []
     cpu = torch.device("cpu")
     kernels: Callable[[], AbstractContextManager] = nullcontext
     is_compiled = config.compiles(device.type)
@@ -108,28 +123,23 @@ def micro_step_bytes(config: TrainConfig, shape: GPTConfig, device: torch.device
         # only FlashAttention without dropout keeps none.
         shape = replace(shape, dropout=0.0)
         kernels = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
-    for layers in (2, 3):
-        with FakeTensorMode(), cpu, kernels():
-            model = GPT(replace(shape, num_layers=layers), config, initialize=False)
-            if config.is_fsdp and config.precision == "bf16":  # which gathers the blocks in bf16
-                for parameter in model.h.parameters():
-                    parameter.data = parameter.bfloat16()
-            static: list[Tensor] = []
-            for parameter in model.parameters():
-                gradient = torch.empty_like(parameter)
-                parameter.grad = gradient
-                static += (parameter, gradient)
-            rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
-            with Allocated(static, is_compiled) as allocated:
-                model.h[-1].register_forward_pre_hook(allocated.watch)
-                with autocast(cpu, config.precision):
-                    loss_terms = model(rows[:, :-1], rows[:, 1:])
-                mean_terms(loss_terms).sum().backward()
-        peaks.append((allocated.first_peak, allocated.peak))
-    (first_peak_of_two, _), (first_peak_of_three, later_peak) = peaks
-    block = first_peak_of_three - first_peak_of_two
-    rest = first_peak_of_two - 2 * block
-    return block * shape.num_layers, max(rest, later_peak - block * shape.num_layers)
+    with FakeTensorMode(), cpu, kernels():
+        model = GPT(shape, config, initialize=False)
+        if config.is_fsdp and config.precision == "bf16":  # which gathers the blocks in bf16
+            for parameter in model.h.parameters():
+                parameter.data = parameter.bfloat16()
+        static: list[Tensor] = []
+        for parameter in model.parameters():
+            gradient = torch.empty_like(parameter)
+            parameter.grad = gradient
+            static += (parameter, gradient)
+        rows = torch.zeros(config.mini_batch_size, config.context_length + 1, dtype=torch.int64)
+        with Allocated(static, is_compiled) as allocated:
+            model.h[-1].register_forward_pre_hook(allocated.watch)
+            with autocast(cpu, config.precision):
+                loss_terms = model(rows[:, :-1], rows[:, 1:])
+            mean_terms(loss_terms).sum().backward()
+    return allocated.first_peak, allocated.peak
 
 
 def estimate_memory(config: TrainConfig, model: GPT, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:

@@ -33,15 +33,16 @@ def test_rotations_are_looked_up_in_compiled_code():
     assert not any(f"{function}(" in code for function in ("cos", "sin", "pow"))
 
 
-def test_short_rows_of_bf16_on_a_cpu_are_one_graph():
+@pytest.mark.parametrize(("pattern", "layers"), [("A", 3), ("CA", 1), ("C", 0)])
+def test_short_rows_of_bf16_on_a_cpu_are_one_graph(pattern, layers):
     """Their attention is computed in blocks of queries."""
     graphs: list[str] = []
-    model = small()
+    model = small(layer_pattern=pattern)
     compiled = torch.compile(model, backend=partial(recorded, graphs))
     with torch.autocast("cpu", torch.bfloat16):
         compiled(ids(2, 12), ids(2, 12, seed=1))["loss"].mean().backward()
     (code,) = graphs
-    assert code.count(".softmax(") == 3
+    assert code.count(".softmax(") == layers
     assert "scaled_dot_product_attention" not in code
 
 

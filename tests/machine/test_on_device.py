@@ -29,7 +29,10 @@ NEOX = {"rotary_pct": 0.25, "parallel_residual": True, "tied_head": False, "acti
 ROTARY = {"rotary_pct": 1.0, "qk_norm": True, "bias": False, "tied_head": False}
 NANOCHAT = ROTARY | {"norm": "rmsnorm_no_weight", "activation": "relu2", "logit_softcap": 15.0}
 QWEN3 = ROTARY | {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 1, "head_dim": 32}
-families = pytest.mark.parametrize("family", [{}, NEOX, NANOCHAT, QWEN3], ids=["gpt2", "gpt_neox", "nanochat", "qwen3"])
+LFM3 = QWEN3 | {"layer_pattern": "CA", "attention_gate": True}
+families = pytest.mark.parametrize(
+    "family", [{}, NEOX, NANOCHAT, QWEN3, LFM3], ids=["gpt2", "gpt_neox", "nanochat", "qwen3", "lfm3"]
+)
 
 
 @pytest.fixture

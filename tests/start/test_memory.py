@@ -70,6 +70,7 @@ def allocated_bytes(config: TrainConfig) -> int:
     "--loss_chunk_size 512 --activation_checkpointing",
     "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off",
     "--norm rmsnorm_no_weight --activation relu2 --logit_softcap 15 --num_kv_heads 1 --rotary_pct 1 --num_layers 7",
+    "--norm rmsnorm --rotary_pct 1 --activation swiglu --bias off --layer_pattern CCA --attention_gate --num_layers 5",
     "--precision fp32 --dropout 0.1 --parallel_residual on --context_length 256 --mini_batch_size 4",
 ])  # fmt: skip
 def test_counted_bytes_are_those_that_pytorch_allocates(flags):
