@@ -1,6 +1,6 @@
 """Conversion of weights from and to Hugging Face folders, and from nanoGPT's checkpoints.
 
-steadygpt/convert/families.py lists the supported families: GPT-2, GPT-NeoX, Llama, Qwen 3 and NanoChat.
+steadygpt/convert/families.py lists the supported families, such as GPT-2, Llama, Qwen 3 and LFM2.
 
     python convert_hf.py latest exported                 # a folder for AutoModelForCausalLM.from_pretrained
     python convert_hf.py exported weights.pt             # from the folder back to a checkpoint

@@ -66,7 +66,7 @@ def tiny_without(*names: str) -> list[str]:
 
 MODERN = (
     "--norm rmsnorm --qk_norm --rotary_pct 1 --activation swiglu --bias off --tied_head off --num_kv_heads 1 "
-    "--optimizer muon --muon_beta2 0.9 --schedule wsd --min_lr 0"
+    "--layer_pattern CA --attention_gate --optimizer muon --muon_beta2 0.9 --schedule wsd --min_lr 0"
 ).split()  # the recipe of --config modern, with grouped heads
 
 
@@ -334,6 +334,38 @@ REFERENCES = {
         "NanoChat",
         {"tie_word_embeddings": True, "final_logit_softcapping": None, "pad_token_id": None},
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "conv", "full_attention"],
+        },
+    ),
+    "lfm2, its first fields": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "full_attn_idxs": [0, 2],
+            "block_ff_dim": 300,
+            "block_multiple_of": 16,
+            "tie_embedding": True,
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "use_sandwich_norm": False,
+            "conv_L_cache": 3,
+            "pad_token_id": None,
+            "layer_types": ["conv", "full_attention", "full_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 5000.0} for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    ),
 }
 
 
@@ -347,6 +379,8 @@ def reference_model(which: str, vocab_size=1000, context_length=64, num_layers=3
     else:
         shape = {"max_position_embeddings": context_length, "num_hidden_layers": num_layers, "hidden_size": embd_size}
         shape |= {"num_attention_heads": num_heads, "intermediate_size": 4 * embd_size}
+    if "layer_types" in changes:
+        changes = changes | {"layer_types": changes["layer_types"][-num_layers:]}
     config = getattr(transformers, f"{kind}Config")(vocab_size=vocab_size, **shape | changes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)

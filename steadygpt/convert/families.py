@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model import TABLES, GPTConfig
+from model import ATTENTION, CONV_WIDTH, CONVOLUTION, TABLES, GPTConfig
 from steadygpt.base.options import UserError
 
 # Activations of transformers -> GPTConfig's. PLAIN: the MLP has one matrix before the activation; GATED: two, gate and
@@ -41,6 +42,8 @@ class Family:
     transposed: bool = False  # linear layers are stored as (in, out)
     by_head: bool = False  # c_attn has q, k and v of the first head, then of the next; GPT's has q of all heads first
     rotates_back: bool = False  # rotary positions rotate by the opposite angle
+    flat: Callable[[dict], dict] = dict  # config.json -> the same with one value for each field of GPTConfig
+    written: dict[str, Any] = field(default_factory=dict)  # more foreign fields that an export needs
 
 
 # Field of GPTConfig -> its name in most classes of transformers.
@@ -138,7 +141,84 @@ NANOCHAT = replace(
     any_heads=True,
     rotates_back=True,
 )  # fmt: skip
-FAMILIES = {"gpt2": GPT2, "gpt_neox": GPT_NEOX, "llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT}
+LAYER_TYPES = {"full_attention": ATTENTION, "conv": CONVOLUTION}
+
+
+def lfm2_fields(stored: dict) -> dict:
+    """Return LFM2's config.json as the class reads it: with older names of fields, and a derived width of the MLP."""
+    fields = {"num_hidden_layers": 32, "intermediate_size": 12288} | stored
+    old_names = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+    fields |= {new: stored[old] for old, new in old_names.items() if old in stored}
+    if fields.get("block_auto_adjust_ff_dim", True):
+        multiple = fields.get("block_multiple_of", 256)
+        size = int(fields.get("block_ffn_dim_multiplier", 1.0) * int(2 * fields["intermediate_size"] / 3))
+        fields["intermediate_size"] = math.ceil(size / multiple) * multiple
+    if fields.get("layer_types") is None:
+        layers = range(fields["num_hidden_layers"])
+        with_attention = fields.get("full_attn_idxs")
+        if with_attention is None:
+            with_attention = layers
+        fields["layer_types"] = ["full_attention" if layer in with_attention else "conv" for layer in layers]
+    return fields
+
+
+def lfm3_fields(stored: dict) -> dict:
+    """Return LFM3's config.json with the rotary positions of its layers of full attention."""
+    rope = stored.get("rope_parameters") or {}
+    return stored | {"rope_parameters": rope.get("full_attention", {})}
+
+
+LFM2 = replace(
+    LLAMA,
+    architecture="Lfm2ForCausalLM",
+    fields=USUAL | {
+        "num_kv_heads": "num_key_value_heads", "dropout": "attention_dropout", "norm_eps": "norm_eps",
+        "rotary_base": "rope_theta", "layer_pattern": "layer_types",
+    },
+    defaults={
+        "vocab_size": 65536, "context_length": 128000, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8,
+        "embd_size": 2560, "intermediate_size": None, "dropout": 0.0, "norm_eps": 1e-5, "activation": "silu",
+        "tied_head": True, "rotary_base": 1000000.0, "layer_pattern": None,
+    },
+    fixed=LLAMA.fixed | {"qk_norm": True},
+    required={"conv_L_cache": CONV_WIDTH, "conv_bias": False, "rope_scaling": None, "rope_type": "default"},
+    names={
+        "wte.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.embedding_norm.",
+        ".ln_1.": ".operator_norm.", ".ln_2.": ".ffn_norm.",
+        ".attn.c_attn.": (".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.v_proj."),
+        ".attn.c_proj.": ".self_attn.out_proj.",
+        ".attn.q_norm.": ".self_attn.q_layernorm.", ".attn.k_norm.": ".self_attn.k_layernorm.",
+        ".conv.c_in.": ".conv.in_proj.", ".conv.taps": ".conv.conv.weight", ".conv.c_proj.": ".conv.out_proj.",
+        ".mlp.c_fc.": (".feed_forward.w1.", ".feed_forward.w3."), ".mlp.c_proj.": ".feed_forward.w2.",
+    },
+    flat=lfm2_fields,
+    # llama.cpp's converter reads them all.
+    written={
+        "conv_L_cache": CONV_WIDTH, "conv_bias": False, "block_auto_adjust_ff_dim": False,
+        "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 1,
+    },
+)  # fmt: skip
+LFM3 = replace(
+    LFM2,
+    architecture="Lfm3ForCausalLM",
+    fields=LFM2.fields | {"head_dim": "head_dim", "attention_gate": "use_attention_gate"},
+    defaults=LFM2.defaults | {
+        "vocab_size": 128000, "num_layers": 24, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "embd_size": 2048,
+        "intermediate_size": 7680, "rotary_base": 10000.0, "attention_gate": True,
+    },
+    required=LFM2.required | {"attention_bias": False, "use_sandwich_norm": False},
+    names=LFM2.names | {
+        ".attn.c_proj.": ".self_attn.o_proj.", ".attn.c_gate.": ".self_attn.gate_proj.",
+        ".attn.q_norm.": ".self_attn.q_norm.", ".attn.k_norm.": ".self_attn.k_norm.",
+    },
+    any_heads=True,
+    flat=lfm3_fields,
+    written={"conv_L_cache": CONV_WIDTH, "conv_bias": False, "use_sandwich_norm": False},
+)  # fmt: skip
+FAMILIES = {
+    "gpt2": GPT2, "gpt_neox": GPT_NEOX, "llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT, "lfm2": LFM2,
+    "lfm3": LFM3,
+}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json
@@ -156,6 +236,7 @@ def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
             f"{source}: model_type in config.json is {json.dumps(kind)}; expected one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
+    stored = family.flat(stored)
     scaling = stored.get("rope_scaling")
     rope = stored.get("rope_parameters")
     if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default":  # no scaling
@@ -184,7 +265,19 @@ def read_config(stored: dict, source: str) -> tuple[Family, dict[str, Any]]:
     for name in ABSENT:
         if name in shape and shape[name] is None:
             shape[name] = 0
+    if "layer_pattern" in shape:
+        shape["layer_pattern"] = read_layer_types(shape["layer_pattern"], source)
     return family, family.fixed | shape | {"activation": family.activations[activation]}
+
+
+def read_layer_types(types: Sequence[str] | None, source: str) -> str:
+    """Return the --layer_pattern of LFM2's layer_types."""
+    unknown = [name for name in types or ("null",) if name not in LAYER_TYPES]
+    if unknown:
+        raise UserError(
+            f"{source}: layer_types in config.json has {unknown[0]}; expected only {' and '.join(LAYER_TYPES)}"
+        )
+    return "".join(LAYER_TYPES[name] for name in types or ())
 
 
 def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
@@ -197,14 +290,20 @@ def write_config(config: GPTConfig, kind: str) -> dict[str, Any]:
     values = dataclasses.asdict(config.resolved())
     values["activation"] = next(name for name, ours in family.activations.items() if ours == config.activation)
     values["logit_softcap"] = config.logit_softcap or None
+    names = {letter: name for name, letter in LAYER_TYPES.items()}
+    values["layer_pattern"] = [names[letter] for letter in values["layer_pattern"]]
     stored = {
         "architectures": [family.architecture],
         "model_type": kind,
         **{family.fields[name]: values[name] for name in family.defaults},
         **dict.fromkeys(family.dropouts, config.dropout),
+        **family.written,
     }
     if family is GPT2:
         stored["n_ctx"] = config.context_length  # llama.cpp's converter reads it
+    if family is LFM3:  # which has no name for a base of all layers
+        rope = {"rope_type": "default", "rope_theta": stored.pop("rope_theta")}
+        stored["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope}
     return stored
 
 
@@ -227,7 +326,8 @@ def _unfit_fields(config: GPTConfig, family: Family) -> list[str]:
     expected = {f.name: f.default for f in dataclasses.fields(config) if f.name not in family.fields}
     # A family without these fields divides its width among the heads, and does not rotate. Missing biases are exported
     # as zeros.
-    implied = {"num_kv_heads": num_heads, "head_dim": config.embd_size // num_heads}
+    implied: dict[str, Any] = {"num_kv_heads": num_heads, "head_dim": config.embd_size // num_heads}
+    implied |= {"layer_pattern": ATTENTION * config.num_layers}
     implied |= {"bias": config.bias, "rotary_base": config.rotary_base} | family.fixed
     expected |= {name: value for name, value in implied.items() if name in expected}
     unfit = [f"{name} is {values[name]}, expected {value}" for name, value in expected.items() if values[name] != value]
@@ -289,6 +389,8 @@ def _other_layout(name: str, tensor: Tensor, config: GPTConfig, family: Family, 
         tensor = tensor.T
     if family.by_head and ".c_attn." in name:  # (3, num_heads, head_dim, ...) <-> (num_heads, 3, head_dim, ...)
         tensor = tensor.unflatten(0, (*dims, -1)).transpose(0, 1).flatten(0, 2)
+    if name.endswith("conv.taps"):  # (width, C) <-> (C, 1, width)
+        tensor = tensor.T[:, None] if tensor.dim() == 2 else tensor[:, 0].T
     if family.rotates_back and ".c_attn." in name:  # negate the second half of each query and key
         queries, keys, _ = config.parts(name)
         signs = tensor.new_ones(len(tensor), 1)

@@ -29,7 +29,9 @@ MODERN = {"rotary_pct": 1.0, "bias": False, "tied_head": False, "norm_eps": 1e-6
 LLAMA = {**MODERN, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 QWEN3 = {**LLAMA, "qk_norm": True, "head_dim": 6}
 NANOCHAT = {**MODERN, "norm": "rmsnorm_no_weight", "qk_norm": True, "activation": "relu2", "logit_softcap": 15.0}
-SHAPES = {"llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT}
+LFM2 = {**LLAMA, "qk_norm": True, "layer_pattern": "CA"}
+LFM3 = {**LFM2, "attention_gate": True}
+SHAPES = {"llama": LLAMA, "qwen3": QWEN3, "nanochat": NANOCHAT, "lfm2": LFM2, "lfm3": LFM3}
 OTHERS = {"gpt2", "gpt_neox"}  # which gpt2_and_gpt_neox() draws
 assert {*SHAPES} | OTHERS == {*FAMILIES}, "a family without a shape here is not compared with transformers"
 assert {*FAMILIES} <= {*REFERENCES}, "a family without a reference in conftest.py is not compared with transformers"
@@ -58,20 +60,25 @@ def gpt2_and_gpt_neox(draw) -> GPTConfig:
 
 
 @st.composite
-def llama_qwen3_and_nanochat(draw) -> GPTConfig:
+def llama_and_its_kin(draw) -> GPTConfig:
     kind, kv_heads, group = draw(st.sampled_from(list(SHAPES))), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim, width = draw(st.sampled_from([0, 6, 10])), kv_heads * group * draw(st.sampled_from([4, 8]))
+    if kind == "lfm2":
+        head_dim = 0
     width += head_dim > 0 and kind != "llama"  # heads need not divide it
     shape = SHAPES[kind] | {name: draw(values) for name, values in SIZES.items()} | {"rotary_base": draw(BASES)}
     shape |= {"num_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": head_dim, "embd_size": width}
     if kind == "nanochat":
         shape["logit_softcap"] = draw(st.sampled_from([0.0, 2.0, 15.0]))
         shape["activation"] = draw(st.sampled_from(["relu2", "gelu", "gelu_tanh"]))
+    if kind in ("lfm2", "lfm3"):  # transformers cannot run a model of convolutions alone
+        pattern = draw(st.text("AC", min_size=shape["num_layers"] - 1, max_size=shape["num_layers"] - 1)) + "A"
+        shape["layer_pattern"] = pattern
     return GPTConfig(vocab_size=257, **shape)
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(config=gpt2_and_gpt_neox() | llama_qwen3_and_nanochat(), seed=st.integers(0, 2**32))
+@given(config=gpt2_and_gpt_neox() | llama_and_its_kin(), seed=st.integers(0, 2**32))
 def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path, config, seed):
     for folder in ("out", "theirs"):
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
@@ -98,6 +105,7 @@ def test_export_and_import_are_exact_and_transformers_computes_the_same(tmp_path
     loss.backward()
     theirs = dict(exported.named_parameters())
     theirs["embed_out.weight"] = exported.lm_head.weight  # GPT-NeoX's head in files
+    theirs |= {name.replace(".g_proj.", ".gate_proj."): parameter for name, parameter in theirs.items()}  # LFM3's
     for name, parameter in model.named_parameters():
         gradient = parameter.grad[:257] if name in TABLES else parameter.grad
         assert gradient.any() and (name not in TABLES or not parameter.grad[257:].any()), name
@@ -126,11 +134,19 @@ def test_a_model_of_transformers_has_the_same_logits_when_imported(which, saved)
         assert torch.allclose(logits[..., :1000], exported(tokens).logits, atol=1e-5)
 
 
+# By default, LFM3 has sliding windows, norms after each part, and two bases of rotary positions.
+PLAIN = {"lfm3": {
+    "conv_L_cache": 3, "layer_types": 24 * ["conv"], "use_sandwich_norm": False,
+    "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+}}  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_fields_that_config_json_omits_have_the_defaults_of_transformers(kind):
-    configuration = transformers.AutoConfig.for_model(kind).to_dict()
+    plain = PLAIN.get(kind, {})
+    configuration = transformers.AutoConfig.for_model(kind, **plain).to_dict()
     expected = GPTConfig(**read_config(configuration, "")[1]).resolved()
-    assert GPTConfig(**read_config({"model_type": kind}, "")[1]).resolved() == expected
+    assert GPTConfig(**read_config({"model_type": kind, **plain}, "")[1]).resolved() == expected
 
 
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -153,7 +169,8 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize(("which", "changes", "facts"), [
-    ("gpt2", {"model_type": "mistral"}, ("model_type", '"mistral"', "gpt2, gpt_neox, llama, qwen3, nanochat")),
+    ("gpt2", {"model_type": "mistral"},
+     ("model_type", '"mistral"', "gpt2, gpt_neox, llama, qwen3, nanochat, lfm2, lfm3")),
     ("gpt2", {"activation_function": ["gelu"]}, ("activation_function", '["gelu"]', "gelu_new")),
     ("gpt2", {"n_layer": 0}, ("n_layer", "4,096")),
     ("gpt2", {"n_layer": 2}, ("transformer.h.2.", "29")),
@@ -181,6 +198,12 @@ def content(name: str, data: bytes) -> Callable[[Path], object]:
     ("qwen3", {"model_type": "llama"}, ("model.layers.0.self_attn.k_norm.weight", "21")),
     ("nanochat", {"hidden_act": "none of ours"}, ("hidden_act", '"none of ours"', "gelu_new")),
     ("nanochat", {"final_logit_softcapping": -1.0}, ("final_logit_softcapping", "-1.0")),
+    ("lfm2", {"layer_types": ["conv", "sliding_attention", "full_attention"]}, ("layer_types", "sliding_attention")),
+    ("lfm2", {"layer_types": ["full_attention"] * 3}, ("model.layers.0.self_attn.q_proj.weight", "missing")),
+    ("lfm2", {"conv_L_cache": 4}, ("conv_L_cache", "4", "3")),
+    ("lfm2", {"conv_bias": True}, ("conv_bias", "true", "false")),
+    ("lfm3", {"use_sandwich_norm": True}, ("use_sandwich_norm", "true", "false")),
+    ("lfm3", {"rope_parameters": {"full_attention": {"rope_type": "proportional"}}}, ("rope_type", "proportional")),
     ("gpt2", {"steadygpt": {"tokenizer": ["bytes"], "vocab_size": 1000}},
      ("steadygpt", "config.json", "`str`", "`array`")),
     ("gpt2", content("config.json", b"{"), ("config.json: ", "JSON", "truncated")),
@@ -240,6 +263,8 @@ def test_a_config_json_of_transformers_4_is_read_and_a_missing_matrix_of_a_stack
     (LLAMA | {"embd_size": 18, "head_dim": 4}, ("num_heads", "4", "embd_size", "18")),
     (QWEN3 | {"logit_softcap": 15.0}, ("Qwen3ForCausalLM", "logit_softcap", "15.0", "0.0")),
     (NANOCHAT | {"qk_norm": False}, ("NanoChatForCausalLM", "qk_norm", "False", "True")),
+    (LFM2 | {"qk_norm": False}, ("LlamaForCausalLM", "layer_pattern", "CA", "AA")),
+    (LFM3 | {"norm": "rmsnorm_no_weight"}, ("Lfm3ForCausalLM", "norm", "rmsnorm_no_weight", "rmsnorm")),
 ])  # fmt: skip
 def test_models_without_a_class_of_transformers_are_refused_with_the_fields(changes, facts, tmp_path):
     with refusal(*facts):
@@ -270,8 +295,9 @@ def test_the_flags_of_a_family_are_those_of_the_page(kind):
     words = FLAGS[kind.replace("_", "")].split()
     config = parse_args(words)[0].shape(50257)
     assert find_family(config) == kind, f"exported as {find_family(config)}; expected other flags in docs/models.md"
-    defaults = read_config({"model_type": kind}, "")[1]
-    names = {word.removeprefix("--") for word in words if word.startswith("--")} & {*defaults}
+    defaults = read_config({"model_type": kind, **PLAIN.get(kind, {})}, "")[1]
+    names = {word.removeprefix("--") for word in words if word.startswith("--")} & {*defaults} - {"layer_pattern"}
     assert all(getattr(config, name) == defaults[name] for name in names)
-    is_grouped = kind in list(FAMILIES)[-3:]
-    assert all((name in FAMILIES[kind].fields) == is_grouped for name in ("num_kv_heads", "head_dim"))
+    is_grouped = kind not in ("gpt2", "gpt_neox")
+    assert ("num_kv_heads" in FAMILIES[kind].fields) == is_grouped
+    assert ("head_dim" in FAMILIES[kind].fields) == (is_grouped and kind != "lfm2")
