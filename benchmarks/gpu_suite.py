@@ -78,6 +78,8 @@ ROWS = [
     Row("fast", "the loss of 124 M, with several blocks of the kernel", 200,
         "-m benchmarks.loss_speed --json {json} --blocks 2048x4 4096x8 4096x16 8192x16 8192x32",
         "--tokens 64 --width 8 --vocab_size 257 --rounds 1", "5 ms less than operators"),
+    Row("fast", "attention and a short convolution, 768 wide", 100, "-m benchmarks.layer_speed --json {json}",
+        "--rows 1 --tokens 16 --rounds 1", "half of attention's time"),
     Row("fast", "generation, 124 M", 120,
         "-m benchmarks.generation_speed --json {json} --precision bf16 --rounds 3 {nanogpt}",
         "--precision fp32 --rounds 1 --layers 1 --tokens 4", "4 x nanoGPT"),
