@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, sketch_of
+from model import CONVOLUTION, GPT, sketch_of
 from steadygpt.base.durable import existing
 from steadygpt.base.options import version_text
 from steadygpt.base.text import bytes_text, counted, duration_text, labelled, some
@@ -35,8 +35,12 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
     parameters = model.num_parameters()
     lines = {"run": config.name}
     lines["version"] = f"{version_text()}, torch {torch.__version__}, Python {platform.python_version()}"
+    convolutions = model.config.resolved().layer_pattern.count(CONVOLUTION)
+    layers = counted(config.num_layers, "layer")
+    if convolutions:
+        layers += f" ({convolutions} with short convolutions)"
     lines["model"] = (
-        f"{parameters / 1e6:,.2f} M parameters: {counted(config.num_layers, 'layer')}, "
+        f"{parameters / 1e6:,.2f} M parameters: {layers}, "
         f"{counted(config.num_heads, 'head')}, {config.embd_size:,} wide, context {config.context_length:,}, "
         f"vocabulary {data.vocab_size:,} ({data.tokenizer_record.tokenizer})"
     )
@@ -65,7 +69,7 @@ def plan_lines(start: Start, config: TrainConfig, data: Data, ranks: Ranks) -> l
         lines["device"] += f", {config.sharding}"
     queries = (1, config.num_heads, config.context_length, model.config.resolved().head_dim)
     kernel = kernel_name(queries, AUTOCAST[config.precision], ranks.device, config.dropout)
-    if kernel:
+    if kernel and convolutions < config.num_layers:
         lines["device"] += f", attention by {kernel}"
     if config.mirror:
         lines["mirror"] = config.mirror

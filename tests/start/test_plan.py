@@ -144,3 +144,17 @@ def test_evaluations_of_a_preset_cost_at_most_3_percent(preset):
     if config.hellaswag_freq:
         tokens += 1_600_000 / config.hellaswag_freq  # with GPT-2's tokenizer
     assert 0.002 <= tokens / 3 / config.total_batch_size <= 0.03
+
+
+@pytest.mark.parametrize(("pattern", "layers", "has_attention"), [
+    ("A", "2 layers,", True),
+    ("CA", "2 layers (1 with short convolutions),", True),
+    ("C", "2 layers (2 with short convolutions),", False),
+])  # fmt: skip
+def test_the_plan_counts_short_convolutions_and_names_a_kernel_only_for_attention(
+    pattern, layers, has_attention, workdir, capsys
+):
+    assert run_here("--layer_pattern", pattern, "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert f"M parameters: {layers} 2 heads" in out
+    assert ("attention by " in out) == has_attention
