@@ -242,6 +242,22 @@ def test_swish_is_another_name_of_silu_and_exported_as_silu(which, saved, tmp_pa
     assert json.loads((tmp_path / "out/config.json").read_text())["hidden_act"] == "silu"
 
 
+def test_lfm2_with_the_names_of_its_first_files_is_read(saved, tmp_path):
+    folder = shutil.copytree(saved("lfm2, its first fields"), tmp_path / "model")
+    stored = json.loads((folder / "config.json").read_text())
+    for name in ("layer_types", "intermediate_size", "tie_word_embeddings", "rope_parameters"):
+        del stored[name]
+    stored |= {"full_attn_idxs": [0, 2], "block_ff_dim": 300, "tie_embedding": True, "rope_theta": 1000000.0}
+    (folder / "config.json").write_text(json.dumps(stored))
+    found = read_weights(str(folder))
+    assert_same_weights(found, read_weights(str(saved("lfm2, its first fields"))))
+    shape = found["model_config"]
+    assert (shape["layer_pattern"], shape["intermediate_size"], shape["tied_head"]) == ("ACA", 208, True)
+    (folder / "config.json").write_text(json.dumps(stored | {"full_attn_idxs": []}))
+    with refusal("model.layers.0.conv.conv.weight", "missing"):
+        read_weights(str(folder))
+
+
 def test_a_config_json_of_transformers_4_is_read_and_a_missing_matrix_of_a_stack_reported(tmp_path):
     reference_model("llama").save_pretrained(tmp_path)
     stored, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
